@@ -1,0 +1,137 @@
+"""Calibration text: where it comes from, how passages of mixed lengths are drawn from it, and batches for the model."""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def read_passages(source: str | None, column: str | None = None) -> list[str]:
+    """All passages of a calibration source, blank ones left out.
+
+    Args:
+        source: a text file (one passage a line, or separated by blank lines), a csv, json, jsonl or parquet file, a
+            folder saved by datasets, or a hub dataset id (its train split, or its first); None for the text that
+            ships inside Python.
+        column: the text column of a table; may be None where there is just one text column.
+
+    Raises:
+        ValueError: nothing there, no such column, or no text.
+    """
+    if source is None:
+        passages = python_text()
+    elif Path(source).is_file() and Path(source).suffix.lower() not in TABLES:
+        passages = split_text(read_text(Path(source)))
+    else:
+        passages = read_column(source, column)
+    passages = [" ".join(passage.split()) for passage in passages if passage and passage.strip()]
+    if not passages:
+        raise ValueError(f"--calibration {source} has no text in it; give at least one passage")
+    return passages
+
+
+def python_text(size: int = 1000) -> list[str]:
+    """The documentation that ships inside Python, in passages of about `size` characters."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError("this Python ships without pydoc_data, the built-in text; give --calibration") from error
+    passages = []
+    for topic in topics.values():
+        passage = ""
+        for paragraph in topic.split("\n\n"):
+            passage = f"{passage} {paragraph}"
+            if len(passage) >= size:
+                passages.append(passage)
+                passage = ""
+        passages.append(passage)
+    return passages
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--calibration {path} is not text in UTF-8; give .txt, {', '.join(TABLES)}") from error
+
+
+def split_text(text: str) -> list[str]:
+    """Passages separated by blank lines, or one a line when no line is blank."""
+    blocks = [block for block in re.split(r"\n\s*\n", text) if block.strip()]
+    return blocks if len(blocks) > 1 else text.splitlines()
+
+
+def read_column(source: str, column: str | None) -> list[str]:
+    """The text column of a table, a saved dataset or a hub dataset."""
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    path = Path(source)
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            table = datasets.load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train")
+        elif path.is_dir():
+            table = datasets.load_from_disk(source)
+        else:
+            table = datasets.load_dataset(source)
+    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"--calibration {source!r} is neither a file, a folder saved by datasets, nor a dataset that the hub gives"
+        ) from error
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"--calibration {source} cannot be read: {error.__cause__ or error}") from error
+    if isinstance(table, datasets.DatasetDict):
+        table = table["train"] if "train" in table else next(iter(table.values()))
+    texts = [name for name, kind in table.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    if column is None and len(texts) != 1:
+        raise ValueError(f"--calibration {source} has {len(texts)} text columns ({', '.join(texts) or 'none'}); choose one with --text-column")
+    column = column or texts[0]
+    if column not in texts:
+        raise ValueError(f"--text-column {column!r} is not a text column of {source}; it has {', '.join(texts) or 'none'}")
+    return list(table[column])
+
+
+def mixed_lengths(passages: Sequence[str], samples: int, seed: int) -> list[str]:
+    """At most `samples` passages, about half of them whole and half single sentences of the others.
+
+    Far attention is learnt from long passages, the short ones show what users often send; both together calibrate
+    better than either.
+    """
+    order = list(passages)
+    random.Random(seed).shuffle(order)
+    whole = order[: max(samples // 2, 1)]
+    rest = order[len(whole) :] or whole
+    sentences = [part for passage in rest for part in re.split(r"(?<=[.!?])\s+", passage) if len(part) > 20]
+    random.Random(seed + 1).shuffle(sentences)
+    return (whole + sentences[: samples - len(whole)] + order[len(whole) :])[:samples]
+
+
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase, passages: Sequence[str], max_length: int, batch_size: int
+) -> list[dict[str, Tensor]]:
+    """Padded batches of passages of similar length.
+
+    Args:
+        tokenizer: the model's.
+        passages: texts.
+        max_length: tokens a passage is cut to.
+        batch_size: passages a batch.
+
+    Returns:
+        Keyword arguments of the model's forward, (B, N) int64 each.
+    """
+    limit = min(max_length, tokenizer.model_max_length)
+    encoded: list[Mapping[str, Any]] = [tokenizer(text, truncation=True, max_length=limit) for text in passages]
+    encoded.sort(key=lambda one: len(one["input_ids"]))
+    return [
+        dict(tokenizer.pad(encoded[start : start + batch_size], return_tensors="pt"))  # type: ignore[arg-type]
+        for start in range(0, len(encoded), batch_size)
+    ]

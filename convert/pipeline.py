@@ -1,0 +1,224 @@
+"""`convert_model`: calibrate, fit, refine, rebuild and measure, from a model in memory to a model in memory."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_primal.convert.calibration import mixed_lengths, read_passages, tokenise
+from hf_primal.initialise import LandmarkSample, Moments, Readout, SlotMoments, fit_factors, place_landmarks
+from hf_primal.layers import choose_layers
+from hf_primal.modeling.modeling_primal import head_shape
+from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.observe import Replay
+from hf_primal.refine import output_error, refine
+from hf_primal.report import ConversionReport, LayerReport, break_even, measure_fidelity, measure_latency
+from hf_primal.surgery import build_converted, primal_class
+
+Progress = Callable[[str, int, int, str], None]
+LANDMARK_TOKENS = 4096  # tokens per layer that k-means sees
+
+
+def convert_model(
+    model: PreTrainedModel,
+    processor: Any = None,
+    *,
+    layers: str = "last4",
+    calibration: Sequence[str] | Sequence[Mapping[str, Tensor]] | None = None,
+    settings: PrimalSettings | None = None,
+    refine_steps: int = 300,
+    max_length: int = 192,
+    batch_size: int = 16,
+    memory_gb: float = 2.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[PreTrainedModel, ConversionReport]:
+    """Replace the softmax attention of the chosen layers by Primal-Attention.
+
+    Args:
+        model: a Transformers model whose attention goes through the attention interface; left as it was found.
+        processor: its tokenizer; needed for texts, and for the built-in text.
+        layers: "last4", "8-11", "0,3" or "all", counted over the self-attention modules in depth order.
+        calibration: texts, or batches of the model's keyword arguments with `attention_mask` (B, N) where there is
+            padding; None for 300 passages of the text inside Python. A tenth is held out for the report.
+        settings: the layer to build; None for the default (landmarks, values read-out, window 16).
+        refine_steps: steps of output matching against the teacher after the closed form, >= 0.
+        max_length: tokens that texts are cut to, >= 1.
+        batch_size: texts a batch, >= 1.
+        memory_gb: gigabytes of observed states kept; what does not fit is computed again, up to one more forward of
+            the teacher per pass and refinement step.
+        seed: of the landmarks and of the order of batches.
+        progress: called with (stage, done, total, detail).
+
+    Returns:
+        The converted model, `Primal<Base>` in eval mode with every tensor outside the replaced layers equal to the
+        model's, in its dtype and on its device; and the report.
+
+    Raises:
+        ValueError: layers that do not exist, attention that cannot be replaced, empty calibration data, settings
+            that do not fit the heads.
+    """
+    tell = progress or (lambda stage, done, total, detail: None)
+    settings = settings or PrimalSettings()
+    primal_class(model)
+    chosen = choose_layers(model, layers)
+    for _, module in chosen.values():  # settings that do not fit the heads fail before any work
+        with torch.device("meta"):
+            PrimalAttention(*head_shape(module, module.config), settings)
+    if calibration is None:
+        calibration = mixed_lengths(read_passages(None), 300, seed)
+    batches, held_out = split_batches(calibration, processor, max_length, batch_size, seed)
+    batches, held_out = ([{k: v.to(model.device) for k, v in b.items()} for b in part] for part in (batches, held_out))
+
+    modules = {index: module for index, (_, module) in chosen.items()}
+    replay = Replay(model, modules, batches, int(memory_gb * 1e9))
+    generator = torch.Generator().manual_seed(seed)
+    begin = time.perf_counter()
+    primals, reports = fit_layers(chosen, replay, settings, generator, tell)
+    seconds = {"closed_form": time.perf_counter() - begin}
+    if refine_steps:
+        begin = time.perf_counter()
+        refine_layers(primals, reports, replay, refine_steps, generator, tell)
+        seconds["refinement"] = time.perf_counter() - begin
+    tell("measure", 0, 1, "")
+    converted = build_converted(model, primals, settings)
+    rows = measure_latency(model, converted)
+    report = ConversionReport(
+        model=model.config._name_or_path or type(model).__name__,
+        converted_class=type(converted).__name__,
+        layers=[reports[index] for index in sorted(reports)],
+        settings=dataclasses.asdict(settings),
+        calibration={
+            "batches": len(batches),
+            "tokens": sum(_tokens(batch) for batch in batches),
+            "max_length": max_length,
+            "refine_steps": refine_steps,
+        },
+        fidelity=measure_fidelity(model, converted, held_out or batches, calibration_data=not held_out),
+        parameters_teacher=model.num_parameters(),
+        parameters_converted=converted.num_parameters(),
+        latency=rows,
+        break_even_tokens=break_even(rows),
+        seconds={name: round(value, 2) for name, value in seconds.items()},
+        seed=seed,
+        device=model.device.type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions=dict(converted.config.primal_versions),
+    )
+    tell("measure", 1, 1, "")
+    return converted, report
+
+
+def _tokens(batch: Mapping[str, Tensor]) -> int:
+    """Valid tokens of a batch."""
+    mask = batch.get("attention_mask")
+    return int(mask.sum() if mask is not None else next(iter(batch.values())).shape[:2].numel())
+
+
+def split_batches(
+    calibration: Sequence[str] | Sequence[Mapping[str, Tensor]],
+    processor: Any,
+    max_length: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]]:
+    """Calibration batches and, a tenth of the data, held-out batches (none when there is a single item).
+
+    Raises:
+        ValueError: nothing to calibrate on, or texts without a tokenizer.
+    """
+    items = [item for item in calibration if not isinstance(item, str) or item.strip()]
+    if not items:
+        raise ValueError("calibration is empty; give at least one text or batch")
+    random.Random(seed).shuffle(items)
+    held = min(max(len(items) // 10, 1), len(items) - 1)
+    if isinstance(items[0], str):
+        if not callable(getattr(processor, "pad", None)):
+            raise ValueError("calibration texts need the model's tokenizer; give it, or give batches of tensors")
+        cut = [tokenise(processor, part, max_length, batch_size) for part in (items[held:], items[:held])]
+        return cut[0], cut[1]  # type: ignore[return-value]
+    return items[held:], items[:held]  # type: ignore[return-value]
+
+
+def fit_layers(
+    chosen: Mapping[int, tuple[str, nn.Module]],
+    replay: Replay,
+    settings: PrimalSettings,
+    generator: torch.Generator,
+    tell: Progress,
+) -> tuple[dict[int, PrimalAttention], dict[int, LayerReport]]:
+    """The closed form for all chosen layers: landmarks, SVD, read-out; float32 layers and what to report of each."""
+    primals: dict[int, PrimalAttention] = {}
+    for index, calls in replay[0].items():
+        heads, head_dim = calls[0].query.shape[1], calls[0].query.shape[3]
+        if (heads, head_dim) != head_shape(chosen[index][1], chosen[index][1].config):
+            raise ValueError(f"layer {index} has {heads} heads of {head_dim}, which its config does not say; it cannot be rebuilt")
+        primals[index] = PrimalAttention(heads, head_dim, settings).to(calls[0].query.device)
+
+    def gather(collectors: Mapping[int, Any], number: int) -> None:
+        for done, batch in enumerate(replay):
+            for index, calls in batch.items():
+                for states in calls:
+                    collectors[index].update(states)
+            tell("observe", (number - 1) * len(replay) + done + 1, 3 * len(replay), "")
+
+    with torch.no_grad():
+        if settings.feature_map == "landmark":
+            samples = {index: LandmarkSample(-(-LANDMARK_TOKENS // len(replay)), generator) for index in primals}
+            gather(samples, 1)
+            for index, primal in primals.items():
+                place_landmarks(primal, samples[index])
+        kind = SlotMoments if settings.weights == "sampled" else Moments
+        moments = {index: kind(primal) for index, primal in primals.items()}
+        gather(moments, 2)
+        reports = {}
+        for index, primal in primals.items():
+            values, energy = fit_factors(primal, moments[index])
+            reports[index] = LayerReport(
+                index=index,
+                name=chosen[index][0],
+                heads=primal.Lambda.shape[0],
+                head_dim=primal.out_map.shape[-1],
+                singular_values=values.mean(0).tolist(),
+                energy=energy,
+                error_closed_form=0.0,
+                error_refined=None,
+            )
+        readouts = {index: Readout(primal) for index, primal in primals.items()}
+        gather(readouts, 3)
+        for index, readout in readouts.items():
+            reports[index].error_closed_form = readout.solve()
+    return primals, reports
+
+
+def refine_layers(
+    primals: Mapping[int, PrimalAttention],
+    reports: Mapping[int, LayerReport],
+    replay: Replay,
+    steps: int,
+    generator: torch.Generator,
+    tell: Progress,
+) -> None:
+    """Output matching, then the read-out solved once more for the features it found."""
+    done = 0
+
+    def step(error: float) -> None:
+        nonlocal done
+        done += 1
+        tell("refine", done, steps, f"error {error:.4f}")
+
+    refine(primals, replay, steps, generator, progress=step)
+    readouts = {index: Readout(primal) for index, primal in primals.items()}
+    with torch.no_grad():
+        for batch in replay:
+            for index, calls in batch.items():
+                for states in calls:
+                    readouts[index].update(states)
+    for index, readout in readouts.items():
+        reports[index].error_refined = readout.solve()

@@ -1,0 +1,17 @@
+"""hf-primal: pretrained Transformers models with Primal-Attention in their deepest layers."""
+
+from typing import Any
+
+from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+
+__version__ = "0.1.0"
+__all__ = ["PrimalAttention", "PrimalSettings", "__version__", "convert_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """`convert_model` on first use, so that importing the layer stays light."""
+    if name != "convert_model":
+        raise AttributeError(f"module 'hf_primal' has no attribute {name!r}")
+    from hf_primal.convert.pipeline import convert_model
+
+    return convert_model

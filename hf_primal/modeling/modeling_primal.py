@@ -1,0 +1,157 @@
+"""Models made on demand: `Primal<Base>` is `transformers.<Base>` with Primal-Attention in the chosen layers.
+
+A replaced layer keeps its attention module with projections, norms and masks; only the attention function of that
+one module changes, by giving it its own copy of the config, and a child module `primal` holds the parameters.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto import modeling_auto
+
+from .configuration_primal import primal_config_class
+from .primal_attention import PrimalAttention, PrimalSettings, primal_attention_forward
+
+AttentionInterface.register("primal", primal_attention_forward)
+
+
+def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every self-attention of a Transformers model, in depth order.
+
+    Source: the classes that the model itself records attentions from (`_can_record_outputs`).
+    """
+    found: dict[str, nn.Module] = {}
+    for prefix, owner in model.named_modules():
+        recorded = (getattr(owner, "_can_record_outputs", None) or {}) if isinstance(owner, PreTrainedModel) else {}
+        entries = recorded.get("attentions")
+        for entry in entries if isinstance(entries, list) else [entries]:
+            kind, layer = getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
+            for name, module in owner.named_modules(prefix=prefix):
+                if kind and isinstance(module, kind) and (not layer or layer.strip(".") in name.split(".")):
+                    found[name] = module
+    return [(name, module) for name, module in model.named_modules() if name in found]
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether the module's attention goes through Transformers' attention interface."""
+    return hasattr(module, "config") and "get_interface" in inspect.getsource(type(module).forward)
+
+
+def head_shape(module: nn.Module, config: Any) -> tuple[int, int]:
+    """Query heads H and head dim d of an attention module."""
+    heads = getattr(module, "num_attention_heads", None) or config.num_attention_heads
+    for owner, field in ((module, "head_dim"), (module, "attention_head_size"), (config, "head_dim")):
+        if isinstance(getattr(owner, field, None), int):
+            return heads, getattr(owner, field)
+    return heads, config.hidden_size // heads
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put a PrimalAttention into the layers that `model.config.primal_layers` names."""
+    modules = self_attention_modules(model)
+    settings = PrimalSettings(**{**(model.config.primal or {}), "ksvd_weight": model.config.ksvd_weight})
+    for index in model.config.primal_layers or []:
+        if not 0 <= index < len(modules):
+            raise ValueError(f"primal_layers has {index}, but this model's self-attention layers are 0..{len(modules) - 1}")
+        module: Any = modules[index][1]
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation_internal = "primal"
+        module.primal = PrimalAttention(*head_shape(module, module.config), settings)
+
+
+def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
+    """Initialise what a checkpoint does not have: ours for PrimalAttention, the base's for everything else."""
+    if isinstance(module, PrimalAttention):
+        for name, value in module.initial_values().items():
+            init.copy_(module.get_parameter(name) if name in module._parameters else module.get_buffer(name), value)
+    else:
+        type(self)._init_weights(self, module)
+
+
+def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ksvd_weight * mean over layers of J^2 to the loss of a training forward (equation 10)."""
+
+    @functools.wraps(forward)  # Trainer reads the signature to decide which columns to keep
+    def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        layers = [module for module in self.modules() if isinstance(module, PrimalAttention)]
+        for layer in layers:
+            layer.last = None
+        output = forward(self, *args, **kwargs)
+        objectives = [layer.last for layer in layers if layer.last is not None]
+        for layer in layers:
+            layer.last = None
+        if not (self.training and objectives and self.config.ksvd_weight > 0):
+            return output
+        added = self.config.ksvd_weight * torch.stack(objectives).square().mean()
+        if isinstance(output, tuple):
+            labelled = any(kwargs.get(name) is not None for name in ("labels", "start_positions"))
+            return (output[0] + added, *output[1:]) if labelled else output
+        if getattr(output, "loss", None) is not None:
+            output.loss = output.loss + added
+        return output
+
+    return wrapped
+
+
+class PrimalMixin:
+    """Installs the replaced layers, owns their initialisation and adds the KSVD loss."""
+
+    accepts_loss_kwargs = False  # Trainer then averages micro-batches itself: accumulation does not scale the loss
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward = with_ksvd_loss(cls.forward)  # type: ignore[attr-defined]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        install(self)  # type: ignore[arg-type]
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, PreTrainedModel):
+                module._init_weights = MethodType(_init_weights, module)
+        self.post_init()  # type: ignore[attr-defined]
+
+
+def auto_heads(base_type: str) -> dict[str, str]:
+    """Every Auto class that knows the base model type, with the Transformers class it gives."""
+    heads = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
+        if name.startswith("AutoModel") and base_type in mapping:
+            known = mapping[base_type]
+            heads[name] = known[0] if isinstance(known, tuple) else known
+    return heads
+
+
+def __getattr__(name: str) -> type:
+    """Build `Primal<Base>`, found by the Auto classes through `auto_map`."""
+    base_name = name.removeprefix("Primal")
+    base = getattr(transformers, base_name, None) if name.startswith("Primal") and base_name else None
+    if not (isinstance(base, type) and issubclass(base, PreTrainedModel)):
+        raise AttributeError(f"{name}: transformers {transformers.__version__} has no model class {base_name!r}")
+    autos = [auto for auto, known in auto_heads(base.config_class.model_type).items() if known == base_name]
+    made = type(
+        name,
+        (PrimalMixin, base),
+        {
+            "__module__": __name__,
+            "__doc__": f"{base_name} with Primal-Attention in the layers that config.primal_layers names.",
+            "config_class": primal_config_class(base.config_class),
+            "_auto_class": autos[0] if autos else "AutoModel",
+        },
+    )
+    conversions = get_checkpoint_conversion_mapping(base_name)
+    if conversions is not None:  # renamed checkpoint keys are known by class name
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    globals()[name] = made
+    return made

@@ -1,0 +1,87 @@
+"""Teacher and fitted layers to a converted model whose every other tensor is the teacher's, bit for bit."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hf_primal.modeling import modeling_primal
+from hf_primal.modeling.configuration_primal import primal_config_class
+from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+
+NOT_COPIED = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+
+
+def full_auto_map(base_class: type[PreTrainedModel]) -> dict[str, str]:
+    """`auto_map` with every head that the base family has and that keeps its backbone under the usual name."""
+    entries = {"AutoConfig": f"configuration_primal.Primal{base_class.config_class.__name__}"}
+    for auto, known in modeling_primal.auto_heads(base_class.config_class.model_type).items():
+        head = getattr(transformers, known, None)
+        if head is not None and head.base_model_prefix == base_class.base_model_prefix:
+            entries[auto] = f"modeling_primal.Primal{known}"
+    return entries
+
+
+def primal_class(teacher: PreTrainedModel) -> type[PreTrainedModel]:
+    """`Primal<Base>` for the teacher's class.
+
+    Raises:
+        ValueError: the teacher's class is not one of the installed Transformers, or is converted already.
+    """
+    name = type(teacher).__name__
+    if getattr(teacher.config, "primal_layers", None) is not None:
+        raise ValueError(f"{name} is a converted model already; convert its base model instead")
+    if getattr(transformers, name, None) is not type(teacher):
+        raise ValueError(f"{name} is not a class of transformers {transformers.__version__}; only those can be converted")
+    return getattr(modeling_primal, f"Primal{name}")
+
+
+def build_converted(
+    teacher: PreTrainedModel, primals: Mapping[int, PrimalAttention], settings: PrimalSettings
+) -> PreTrainedModel:
+    """A new model with the fitted layers; the teacher is left alone and shares no tensor with it.
+
+    Args:
+        teacher: a Transformers model.
+        primals: fitted layers by self-attention index; cast to the dtype of the teacher's weights.
+        settings: what the layers were built from.
+
+    Returns:
+        `Primal<Base>` in eval mode, on the teacher's device, in its dtype.
+
+    Raises:
+        ValueError: as `primal_class`.
+    """
+    from hf_primal import __version__
+
+    made = primal_class(teacher)
+    fields: dict[str, Any] = {k: v for k, v in teacher.config.to_dict().items() if k not in NOT_COPIED}
+    own = dataclasses.asdict(settings)
+    config = primal_config_class(type(teacher.config))(
+        **fields,
+        architectures=[made.__name__],
+        primal_layers=sorted(primals),
+        ksvd_weight=float(own.pop("ksvd_weight")),
+        primal=own,
+        primal_versions={"hf_primal": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        auto_map=full_auto_map(type(teacher)),
+    )
+    config._attn_implementation = teacher.config._attn_implementation
+    with no_init_weights():
+        model = made(config)
+    modules = modeling_primal.self_attention_modules(model)
+    weights = {name: tensor.detach().clone() for name, tensor in teacher.state_dict().items()}
+    for index, primal in primals.items():
+        for name, tensor in primal.state_dict().items():
+            weights[f"{modules[index][0]}.primal.{name}"] = tensor.detach().to(teacher.device, teacher.dtype, copy=True)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    model = model.to(teacher.device)  # buffers that no checkpoint holds
+    if teacher.can_generate():
+        model.generation_config = copy.deepcopy(teacher.generation_config)
+    return model.eval()
