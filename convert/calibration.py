@@ -114,6 +114,23 @@ def mixed_lengths(passages: Sequence[str], samples: int, seed: int) -> list[str]
     return (whole + sentences[: samples - len(whole)] + order[len(whole) :])[:samples]
 
 
+def joined(tokenizer: PreTrainedTokenizerBase, passages: Sequence[str], tokens: int) -> list[str]:
+    """Consecutive passages put together to texts of at least `tokens` tokens; what is left at the end is dropped.
+
+    They show the layers attention at a distance that the passages alone do not have.
+    """
+    texts: list[str] = []
+    parts: list[str] = []
+    length = 0
+    for passage in passages:
+        parts.append(passage)
+        length += len(tokenizer(passage, truncation=True, add_special_tokens=False)["input_ids"])
+        if length >= tokens:
+            texts.append(" ".join(parts))
+            parts, length = [], 0
+    return texts
+
+
 def tokenise(
     tokenizer: PreTrainedTokenizerBase, passages: Sequence[str], max_length: int, batch_size: int
 ) -> list[dict[str, Tensor]]:

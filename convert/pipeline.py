@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_primal.convert.calibration import mixed_lengths, read_passages, tokenise
+from hf_primal.convert.calibration import joined, mixed_lengths, read_passages, tokenise
 from hf_primal.initialise import LandmarkSample, Moments, Readout, SlotMoments, fit_factors, place_landmarks
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape
@@ -46,7 +46,8 @@ def convert_model(
         processor: its tokenizer; needed for texts, and for the built-in text.
         layers: "last4", "8-11", "0,3" or "all", counted over the self-attention modules in depth order.
         calibration: texts, or batches of the model's keyword arguments with `attention_mask` (B, N) where there is
-            padding; None for 300 passages of the text inside Python. A tenth is held out for the report.
+            padding; None for 300 passages of the text inside Python. A tenth is held out for the report. Texts are
+            seen one by one, and once more joined to twice `max_length`, for attention at a distance.
         settings: the layer to build; None for the default (landmarks, values read-out, window 16).
         refine_steps: steps of output matching against the teacher after the closed form, >= 0.
         max_length: tokens that texts are cut to, >= 1.
@@ -141,8 +142,11 @@ def split_batches(
     if isinstance(items[0], str):
         if not callable(getattr(processor, "pad", None)):
             raise ValueError("calibration texts need the model's tokenizer; give it, or give batches of tensors")
-        cut = [tokenise(processor, part, max_length, batch_size) for part in (items[held:], items[:held])]
-        return cut[0], cut[1]  # type: ignore[return-value]
+        calibrate, hold = items[held:], items[:held]
+        long = min(2 * max_length, processor.model_max_length)
+        batches = tokenise(processor, calibrate, max_length, batch_size)
+        batches += tokenise(processor, joined(processor, calibrate, long), long, max(batch_size // 4, 1))
+        return batches, tokenise(processor, hold, max_length, batch_size)  # type: ignore[return-value]
     return items[held:], items[:held]  # type: ignore[return-value]
 
 

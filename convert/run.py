@@ -120,7 +120,7 @@ def plan(config: ConvertConfig, console: Console) -> dict[str, Any]:
     console.print(table)
     costs = Table("tokens", "softmax", "Primal-Attention", title="Multiplications of one head and token, replaced layers")
     s, d, w = config.settings.rank, layers[0]["head_dim"], config.settings.window or 0
-    p, c = config.settings.features or d, (64 + 2 * w) if w else 0
+    p, c = config.settings.features or d, (32 + 2 * w) if w else 0
     linear = 2 * p * (d + s) + (2 * s * d if config.settings.readout == "values" else 0) + c * (2 * d + s) + d * (d + 2 * s)
     rows = []
     for tokens in (128, 512, 2048, 8192):

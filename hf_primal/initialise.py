@@ -49,7 +49,7 @@ class LandmarkSample:
 
 
 def k_means(points: Tensor, clusters: int, generator: torch.Generator, iterations: int = 20) -> Tensor:
-    """Cluster centres of each head's points (Lloyd's algorithm from a random start).
+    """Cluster centres of each head's points: Lloyd's algorithm from a k-means++ start.
 
     Args:
         points: (H, M, d) with M >= 1; with fewer points than clusters, points are repeated with a little noise.
@@ -64,8 +64,16 @@ def k_means(points: Tensor, clusters: int, generator: torch.Generator, iteration
     if short > 1:
         noise = torch.randn((points.shape[0], points.shape[1] * short, points.shape[2]), generator=generator)
         points = points.repeat(1, short, 1) + noise.to(points) * points.std().nan_to_num(0.0).clamp(min=1e-2) * 0.1
-    start = torch.randperm(points.shape[1], generator=generator)[:clusters].to(points.device)
-    centres = points[:, start]
+    centres = points[:, :0]
+    distance = torch.ones_like(points[..., 0])
+    for _ in range(clusters):  # the next one with a chance that grows with the squared distance from those chosen
+        reach = distance.cumsum(-1)
+        draw = torch.rand(len(points), 1, generator=generator).to(points.device) * reach[:, -1:]
+        chosen = torch.searchsorted(reach, draw).clamp(max=points.shape[1] - 1)
+        centre = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))
+        centres = torch.cat([centres, centre], 1)
+        nearest = (points - centre).square().sum(-1)
+        distance = nearest if len(centres[0]) == 1 else torch.minimum(distance, nearest)
     for _ in range(iterations):
         member = torch.zeros(*points.shape[:2], clusters, device=points.device)
         member.scatter_(-1, torch.cdist(points, centres).argmin(-1, keepdim=True), 1.0)
@@ -302,7 +310,7 @@ class Readout:
         """
         primal, c, s = self.primal, self.context, self.primal.settings.rank
         prior = torch.zeros_like(self.cross)
-        prior[:, :c] = torch.eye(c, dtype=prior.dtype, device=prior.device)
+        prior[:, :c] = torch.eye(c, prior.shape[-1], dtype=prior.dtype, device=prior.device)
         gram, cross = self.gram, self.cross - self.gram @ prior
         if primal.settings.shared_out_map:
             gram, cross = gram.sum(0, keepdim=True), cross.sum(0, keepdim=True)

@@ -106,7 +106,7 @@ class PrimalAttention(nn.Module):
     def __init__(self, heads: int, head_dim: int, settings: PrimalSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.chunk_size = 64
+        self.chunk_size = 32  # the fastest on CPUs; changes nothing but speed and rounding
         self.last: Tensor | None = None  # J of the latest training forward
         rank, dim = settings.rank, settings.features or head_dim
         if settings.weights == "fixed" and rank > dim:
@@ -265,7 +265,7 @@ class PrimalAttention(nn.Module):
         low_rank = (chunks(e) @ neighbours(r)) * scale
         kernel = torch.where(band, (exact - row_max).exp(), low_rank)
         total = kernel @ neighbours(v).mT
-        if tokens > size:
+        if tokens > max(size, window):
             before = (chunks(r, window).mT @ chunks(v, window)).cumsum(-3)
             after = (chunks(r, -window).mT @ chunks(v, -window)).flip(-3).cumsum(-3).flip(-3)
             far = F.pad(before[..., :-1, :, :], (0, 0, 0, 0, 1, 0)) + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
