@@ -53,14 +53,12 @@ def choose_layers(model: PreTrainedModel, text: str) -> dict[int, tuple[str, nn.
     """
     kind = f"{type(model).__name__} (model type {model.config.model_type})"
     modules = self_attention_modules(model)
-    if not modules:
-        raise ValueError(f"{kind} has no self-attention layers that Transformers can name; it cannot be converted")
+    if not modules or not all(is_routed(module) for _, module in modules):
+        raise ValueError(
+            f"{kind} cannot be converted: its attention does not go through Transformers' attention interface; "
+            "families such as bert, roberta, electra, distilbert do"
+        )
     for name, module in modules:
-        if not is_routed(module):
-            raise ValueError(
-                f"{kind} cannot be converted: its {type(module).__name__} does not go through Transformers' "
-                "attention interface; families such as bert, roberta, electra, distilbert do"
-            )
         if getattr(module, "is_causal", False):
             raise ValueError(f"{kind} cannot be converted yet: {name} is causal, and only encoders are supported")
     depth = getattr(model.config, "num_hidden_layers", len(modules))

@@ -115,12 +115,22 @@ def measure_fidelity(
     return Fidelity(sequences, tokens, cosine / max(tokens, 1), divergence / positions if positions else None, calibration_data)
 
 
+def position_limit(model: PreTrainedModel) -> int:
+    """Longest sequence that the model has positions for; the longest of `LENGTHS` when it knows no limit."""
+    limit = getattr(model.config, "max_position_embeddings", None) or max(LENGTHS)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            taken = 0 if module.padding_idx is None else module.padding_idx + 1  # roberta counts from there
+            limit = min(limit, module.num_embeddings - taken)
+    return limit
+
+
 def measure_latency(teacher: PreTrainedModel, converted: PreTrainedModel, rounds: int = 7) -> list[Latency]:
     """Time both models side by side on one sequence of random tokens at each of `LENGTHS` that positions allow.
 
     One warm-up each, then `rounds` alternating forwards; medians. Models without token inputs give no rows.
     """
-    limit = getattr(teacher.config, "max_position_embeddings", None) or max(LENGTHS)
+    limit = position_limit(teacher)
     if teacher.main_input_name != "input_ids":
         return []
     rows = []

@@ -65,6 +65,8 @@ def install(model: PreTrainedModel) -> None:
         if not 0 <= index < len(modules):
             raise ValueError(f"primal_layers has {index}, but this model's self-attention layers are 0..{len(modules) - 1}")
         module: Any = modules[index][1]
+        if getattr(module, "is_causal", False):
+            raise ValueError(f"layer {index} ({modules[index][0]}) is causal, which Primal-Attention layers are not")
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = "primal"
         module.primal = PrimalAttention(*head_shape(module, module.config), settings)

@@ -1,0 +1,387 @@
+"""Converted models: nothing else moves, they save, reload in a fresh process, and train."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from conftest import bert_config, random_batches
+
+from hf_primal import PrimalAttention, PrimalSettings, convert_model
+from hf_primal.convert.verify import verify_reload
+from hf_primal.layers import choose_layers, parse_layers
+from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal.observe import Replay
+
+SETTINGS = PrimalSettings(rank=4, features=8, window=4)
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 101}
+SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "attention_dropout": 0.0}
+FAMILIES = {
+    "Bert": SIZES,
+    "Roberta": SIZES,
+    "XLMRoberta": SIZES,
+    "Camembert": SIZES,
+    "Electra": SIZES | {"embedding_size": 16},
+    "DistilBert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 101},
+}
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def make(family="Bert", head="Model", dtype=torch.float32):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], initializer_range=0.2)
+    return getattr(transformers, f"{family}{head}")(config).eval().to(dtype)
+
+
+def convert(model, settings=SETTINGS, layers="last2", **options):
+    return convert_model(model, layers=layers, calibration=random_batches(), settings=settings, **{"refine_steps": 2, **options})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_nothing_outside_the_replaced_layers_moves(family, head):
+    teacher = make(family, head)
+    before = copy.deepcopy(teacher.state_dict())
+
+    converted, report = convert(teacher)
+
+    after = converted.state_dict()
+    assert type(converted).__name__ == f"Primal{family}{head}"
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[name], tensor) for name, tensor in teacher.state_dict().items())
+    assert {name for name in after if name not in before} == {name for name in after if ".primal." in name}
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    batch = random_batches(seed=9)[0]
+    with torch.no_grad():
+        theirs, ours = (m(**batch, output_hidden_states=True).hidden_states for m in (teacher, converted))
+    mask = batch["attention_mask"].bool()
+    assert torch.equal(theirs[0][mask], ours[0][mask]) and torch.equal(theirs[1][mask], ours[1][mask])
+    assert not torch.equal(theirs[2][mask], ours[2][mask])
+    assert [layer.index for layer in report.layers] == [1, 2]
+
+
+def test_tied_weights_stay_tied_and_are_not_shared_with_the_teacher():
+    teacher = make(head="ForMaskedLM")
+    converted, _ = convert(teacher)
+    assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
+    with torch.no_grad():
+        converted.get_input_embeddings().weight.zero_()
+    assert teacher.get_input_embeddings().weight.abs().sum() > 0
+
+
+def test_the_teacher_is_left_as_it_was_found_even_after_an_error(monkeypatch):
+    teacher = make().train()
+    configs = [module.config for _, module in choose_layers(teacher, "all").values()]
+    with pytest.raises(ValueError, match="shorter than the window"):
+        convert(teacher, PrimalSettings(rank=4, features=8, window=100))
+    assert teacher.training
+    assert all(module.config is config for config, (_, module) in zip(configs, choose_layers(teacher, "all").values(), strict=True))
+    assert all("_observer" not in vars(module) for module in teacher.modules())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_does_not_matter_in_the_whole_model(implementation):
+    teacher = make()
+    teacher.set_attn_implementation(implementation)
+    converted, _ = convert(teacher)
+    converted.set_attn_implementation(implementation)
+    ids = random_batches()[0]["input_ids"][:1, :20]
+    with torch.no_grad():
+        plain = converted(input_ids=ids).last_hidden_state
+        for left in (0, 6):
+            padded = torch.full((2, 32), 7)
+            padded[:, left : left + 20] = ids
+            mask = torch.zeros(2, 32, dtype=torch.long)
+            mask[0, left : left + 20] = 1
+            mask[1] = 1
+            positions = (torch.arange(32) - left).clamp(min=0).expand(2, -1)
+            for fill in (7, 55):
+                padded[0, mask[0] == 0] = fill
+                output = converted(input_ids=padded, attention_mask=mask, position_ids=positions).last_hidden_state
+                torch.testing.assert_close(output[:1, left : left + 20], plain, atol=1e-5, rtol=1e-5)
+
+
+def test_interior_padding_does_not_leak():
+    converted, _ = convert(make())
+    mask = torch.tensor([[1] * 10 + [0] * 8 + [1] * 12])
+    outputs = []
+    for fill in (7, 55):
+        ids = random_batches()[0]["input_ids"][:1, :30].masked_fill(mask == 0, fill)
+        with torch.no_grad():
+            outputs.append(converted(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()])
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, PrimalSettings.paper(rank=4)], ids=["default", "paper"])
+def test_a_saved_model_reloads_in_a_fresh_process_under_every_head(tmp_path, settings):
+    batch = {name: value[:2] for name, value in random_batches()[0].items()}
+    for head in HEADS:
+        converted, _ = convert(make(head=head), settings)
+        converted.save_pretrained(tmp_path / head)
+        verify_reload(tmp_path / head, converted, batch)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Bert"])
+def test_every_family_reloads_in_a_fresh_process(tmp_path, family):
+    converted, _ = convert(make(family, "ForSequenceClassification"))
+    converted.save_pretrained(tmp_path)
+    verify_reload(tmp_path, converted, {name: value[:2] for name, value in random_batches()[0].items()})
+
+
+@pytest.mark.parametrize("damage", ["a weight", "the code"])
+def test_a_folder_that_does_not_reload_as_saved_is_refused(tmp_path, damage):
+    from safetensors.torch import load_file, save_file
+
+    converted, _ = convert(make())
+    converted.save_pretrained(tmp_path)
+    if damage == "a weight":
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["encoder.layer.2.attention.self.primal.We"] += 1
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        message = r"tensor encoder.layer.2.attention.self.primal.We differs"
+    else:
+        code = tmp_path / "primal_attention.py"
+        code.write_text(code.read_text().replace("self.out_bias.to(scores.dtype)", "2 * self.out_bias.to(scores.dtype)"))
+        message = "outputs differ by"
+    with pytest.raises(RuntimeError, match=message):
+        verify_reload(tmp_path, converted, random_batches()[0])
+
+
+def run_fresh(script, *arguments):
+    """Run a script in a process that cannot import hf_primal; its standard output."""
+    code = "import sys; sys.modules['hf_primal'] = None\n" + textwrap.dedent(script)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    child = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout
+
+
+def test_the_saved_folder_is_complete_for_its_users(tmp_path, monkeypatch):
+    """Without trust: a loud error. With it: other heads, re-saving elsewhere, loading twice, the original gone."""
+    converted, _ = convert(make(head="ForMaskedLM"))
+    converted.save_pretrained(tmp_path / "saved")
+    output = run_fresh(
+        """
+        import shutil, torch
+        from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForTokenClassification
+        saved, again = sys.argv[1:3]
+        try:
+            AutoModel.from_pretrained(saved, trust_remote_code=False)
+        except ValueError as error:
+            print("refused", "trust_remote_code" in str(error))
+        model = AutoModelForMaskedLM.from_pretrained(saved, trust_remote_code=True)
+        twice = AutoModelForMaskedLM.from_pretrained(saved, trust_remote_code=True)
+        half = AutoModel.from_pretrained(saved, trust_remote_code=True, dtype=torch.bfloat16)
+        print("bf16 finite", half(input_ids=torch.arange(5, 45)[None]).last_hidden_state.isfinite().all().item())
+        head, info = AutoModelForTokenClassification.from_pretrained(saved, trust_remote_code=True, output_loading_info=True)
+        print("missing", sorted(info["missing_keys"]), "unexpected", len([k for k in info["unexpected_keys"] if not k.startswith("cls")]))
+        print("finite", all(t.isfinite().all().item() for t in head.state_dict().values()))
+        model.save_pretrained(again)
+        shutil.rmtree(saved)
+        reloaded = AutoModelForMaskedLM.from_pretrained(again, trust_remote_code=True)
+        same = [torch.equal(a, b) for a, b in zip(model.state_dict().values(), reloaded.state_dict().values(), strict=True)]
+        print("equal", all(same), len(same) > 50)
+        """,
+        tmp_path / "saved",
+        tmp_path / "again",
+    )
+    assert output.splitlines() == [
+        "refused True",
+        "bf16 finite True",
+        "missing ['classifier.bias', 'classifier.weight'] unexpected 0",
+        "finite True",
+        "equal True True",
+    ]
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {f"modeling_primal.PrimalBert{head}" for head in HEADS} <= set(config["auto_map"].values())
+
+
+def test_weights_that_a_checkpoint_lacks_are_initialised_not_left_as_found(tmp_path):
+    torch.manual_seed(0)
+    config = configuration_primal.PrimalBertConfig(**SIZES, primal_layers=[1, 2], primal={"rank": 4, "features": 8})
+    for head in HEADS:
+        model = getattr(modeling_primal, f"PrimalBert{head}")(config)
+        layers = [module for module in model.modules() if isinstance(module, PrimalAttention)]
+        assert len(layers) == 2
+        for layer in layers:
+            identity = layer.We.mT @ layer.We
+            torch.testing.assert_close(identity, torch.eye(4).expand_as(identity), atol=1e-5, rtol=1e-5)
+            assert (layer.Lambda >= 0).all() and (layer.Lambda <= 1).all() and layer.Lambda.std() > 0
+    stock = transformers.BertModel(transformers.BertConfig(**SIZES))
+    stock.save_pretrained(tmp_path)
+    loaded = modeling_primal.PrimalBertModel.from_pretrained(tmp_path, config=config)
+    assert all(tensor.isfinite().all() and tensor.abs().max() < 100 for tensor in loaded.state_dict().values())
+
+
+@pytest.mark.parametrize("form", ["object", "tuple"])
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
+def test_training_adds_the_ksvd_loss_and_evaluation_does_not(head, form):
+    converted, _ = convert(make(head=head), refine_steps=0)
+    with torch.no_grad():
+        for module in converted.modules():
+            if isinstance(module, PrimalAttention):
+                module.Lambda.mul_(3.0)
+    batch = random_batches()[0]
+    labels = {"labels": batch["input_ids"]}
+    if head == "ForSequenceClassification":
+        labels = {"labels": torch.zeros(4, dtype=torch.long)}
+    if head == "ForQuestionAnswering":
+        labels = {"start_positions": torch.zeros(4, dtype=torch.long), "end_positions": torch.ones(4, dtype=torch.long)}
+
+    def loss(weight, training):
+        converted.train(training).config.ksvd_weight = weight
+        output = converted(**batch, **labels, return_dict=form == "object")
+        return output[0]
+
+    assert torch.equal(loss(0.5, training=False), loss(0.0, training=False))
+    assert float(loss(0.5, training=True) - loss(0.0, training=True)) > 1e-3
+    loss(0.5, training=True).backward()
+    assert all(m.Lambda.grad.abs().sum() > 0 for m in converted.modules() if isinstance(m, PrimalAttention))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_lowers_the_loss(dtype):
+    converted, _ = convert(make(head="ForSequenceClassification", dtype=dtype))
+    batch = random_batches()[0] | {"labels": torch.tensor([0, 1, 0, 1])}
+    optimizer = torch.optim.AdamW(converted.train().parameters(), lr=1e-3)
+    losses = []
+    for _ in range(20):
+        loss = converted(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(torch.tensor(losses).isfinite()) and losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_convert_and_stay_finite(dtype):
+    teacher = make(dtype=dtype)
+    converted, report = convert(teacher)
+    assert all(tensor.dtype == dtype for tensor in converted.state_dict().values() if tensor.is_floating_point())
+    assert converted(**random_batches()[0]).last_hidden_state.isfinite().all()
+    assert report.fidelity.hidden_cosine > 0.9
+
+
+def test_kept_states_and_repeated_passes_give_the_same_model():
+    kept, _ = convert(make(), memory_gb=1.0)
+    repeated, _ = convert(make(), memory_gb=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(kept.state_dict().values(), repeated.state_dict().values(), strict=True))
+
+
+def test_the_states_kept_stay_within_the_limit(monkeypatch):
+    teacher, batches = make(), random_batches(count=6)
+    modules = {index: module for index, (_, module) in choose_layers(teacher, "last2").items()}
+    one = sum(states.nbytes() for calls in Replay(teacher, modules, batches, 10**9)[0].values() for states in calls)
+    forwards = []
+    teacher.register_forward_hook(lambda *_: forwards.append(1))
+    for limit, second_pass in ((10**9, 0), (3 * one, 3), (0, 6)):
+        replay = Replay(teacher, modules, batches, limit)
+        list(replay)
+        forwards.clear()
+        list(replay)
+        assert len(forwards) == second_pass
+        assert sum(s.nbytes() for kept in replay.kept.values() for calls in kept.values() for s in calls) <= limit
+
+
+def test_refinement_lowers_the_error_and_keeps_the_objective_at_zero():
+    teacher = make()
+    _, closed = convert(teacher, refine_steps=0)
+    converted, refined = convert(teacher, refine_steps=60)
+    for before, after in zip(closed.layers, refined.layers, strict=True):
+        assert before.error_refined is None and before.error_closed_form == after.error_closed_form
+        assert after.error_refined < after.error_closed_form
+    layers = [module for module in converted.train().modules() if isinstance(module, PrimalAttention)]
+    converted(**random_batches()[0])
+    assert all(torch.isfinite(layer.Lambda).all() for layer in layers)
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    first, second = (convert(make())[0].state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_output_attentions_gives_the_layers_that_have_a_matrix():
+    teacher = make()
+    teacher.set_attn_implementation("eager")
+    converted, _ = convert(teacher)
+    converted.set_attn_implementation("eager")
+    output = converted(**random_batches()[0], output_attentions=True)
+    assert len(output.attentions) == 1 and converted.config.primal_layers == [1, 2]
+
+
+def test_albert_converts_all_its_layers_or_none():
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(**SIZES, embedding_size=16, initializer_range=0.2)
+    teacher = transformers.AlbertModel(config).eval()
+    converted, report = convert(teacher, layers="all")
+    assert len(report.layers) == 1 and converted(**random_batches()[0]).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match="shares 1 attention module.*use --layers all"):
+        convert(teacher, layers="last2")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("DebertaV2", {}, "does not go through Transformers' attention interface"),
+        ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "is causal, and only encoders are supported"),
+    ],
+)
+def test_attention_that_cannot_be_replaced_is_refused(name, changes, message):
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    with pytest.raises(ValueError, match=message):
+        convert(getattr(transformers, f"{name}Model")(config))
+
+
+def test_converting_twice_is_refused():
+    converted, _ = convert(make())
+    with pytest.raises(ValueError, match="converted model already"):
+        convert(converted)
+
+
+def test_texts_without_a_tokenizer_and_empty_data_are_refused():
+    with pytest.raises(ValueError, match="need the model's tokenizer"):
+        convert_model(make(), layers="last2", calibration=["some text"])
+    for empty in ([], ["", "  "]):
+        with pytest.raises(ValueError, match="calibration is empty"):
+            convert_model(make(), layers="last2", calibration=empty)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("last4", [8, 9, 10, 11]), ("8-11", [8, 9, 10, 11]), ("0,3", [0, 3]), ("all", list(range(12))), ("3, 0-1,last1", [0, 1, 3, 11])],
+)
+def test_layers_are_read_as_documented(text, expected):
+    assert parse_layers(text, 12) == expected
+
+
+@pytest.mark.parametrize("text", ["last13", "12", "8-12", "last0", "5-3"])
+def test_layers_outside_the_model_say_what_exists(text):
+    with pytest.raises(ValueError, match=r"outside this model's layers 0\.\.11; use all, last1\.\.last12"):
+        parse_layers(text, 12)
+
+
+@pytest.mark.parametrize("text", ["", "first2", "-1", "1;2", "last"])
+def test_layers_that_mean_nothing_are_refused(text):
+    with pytest.raises(ValueError, match="is not understood; use all"):
+        parse_layers(text, 12)
+
+
+def test_a_decoder_head_of_a_converted_encoder_is_refused_not_run_wrongly():
+    config = configuration_primal.PrimalBertConfig(**SIZES, primal_layers=[2], primal={"rank": 4, "features": 8}, is_decoder=True)
+    with pytest.raises(ValueError, match="causal"):
+        modeling_primal.PrimalBertLMHeadModel(config)
+
+
+def test_deepcopy_and_bert_config_of_the_tests_work():
+    converted, _ = convert(make())
+    twin = copy.deepcopy(converted)
+    batch = random_batches()[0]
+    with torch.no_grad():
+        assert torch.equal(twin(**batch).last_hidden_state, converted(**batch).last_hidden_state)
+    assert bert_config().num_hidden_layers == 3
