@@ -99,3 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         print(f"primal-convert: {lines[0]}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

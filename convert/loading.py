@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from hf_primal.modeling.modeling_primal import auto_heads
 
@@ -100,9 +101,42 @@ def model_class(config: PreTrainedConfig, task: str) -> tuple[type[Any], list[st
     return AutoModel, [note]
 
 
+@dataclass
+class Blueprint:
+    """What is known of a model from its config alone: the class to load, its modules without weights, and notes."""
+
+    loader: type[Any]
+    model: PreTrainedModel
+    notes: list[str]
+
+
+def draw_blueprint(
+    model: str, task: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> Blueprint:
+    """Build a model on the meta device, which takes no memory.
+
+    Args:
+        model: folder or hub id.
+        task: "auto" keeps the head that config.architectures names; or a key of `TASKS`.
+        revision: hub revision.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ValueError: no such model, or a task that the family has no head for.
+    """
+    config = load_config(model, revision, trust_remote_code)
+    loader, notes = model_class(config, task)
+    with no_init_weights(), torch.device("meta"):
+        if loader is AutoModel:
+            built = loader.from_config(config, trust_remote_code=trust_remote_code)
+        else:
+            built = loader(config)
+    return Blueprint(loader, built, notes)
+
+
 def load_teacher(
     model: str,
-    task: str = "auto",
+    blueprint: Blueprint,
     revision: str | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
@@ -112,7 +146,7 @@ def load_teacher(
 
     Args:
         model: folder or hub id.
-        task: "auto" keeps the head that config.architectures names; or a key of `TASKS`.
+        blueprint: of the model.
         revision: hub revision.
         trust_remote_code: run code that comes with the model.
         device: "auto" (an accelerator if there is one), or a torch device.
@@ -121,8 +155,7 @@ def load_teacher(
     Raises:
         ValueError: what could not be loaded, in one line; weights of the head that the checkpoint does not have.
     """
-    config = load_config(model, revision, trust_remote_code)
-    loader, notes = model_class(config, task)
+    loader, notes = blueprint.loader, list(blueprint.notes)
     try:
         teacher, info = loader.from_pretrained(
             model,
@@ -135,9 +168,10 @@ def load_teacher(
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"cannot load the weights of {model!r}: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
-    if any("pooler" not in key for key in missing):
+    needed = [key for key in missing if "pooler" not in key]
+    if needed:
         raise ValueError(
-            f"{model!r} has no weights for {missing[0]} of {type(teacher).__name__}; use --task auto: the result loads "
+            f"{model!r} has no weights for {needed[0]} of {type(teacher).__name__}; use --task auto: the result loads "
             "under every Auto class of the family, which adds the head"
         )
     if missing:
@@ -156,7 +190,8 @@ def find_device(device: str) -> torch.device:
         ValueError: torch does not know it, or this machine does not have it.
     """
     if device == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu") if torch.accelerator.is_available() else torch.device("cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         torch.empty(1, device=device)
         return torch.device(device)

@@ -1,7 +1,6 @@
 """One run of the command: load, calibrate, convert, write, show."""
 
 import dataclasses
-import json
 import os
 import sys
 from typing import Any
@@ -9,18 +8,17 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
-from transformers.initialization import no_init_weights
+from rich.table import Column, Table
 
 from hf_primal.convert import console as view
 from hf_primal.convert.calibration import mixed_lengths, read_passages
 from hf_primal.convert.config import ConvertConfig
-from hf_primal.convert.loading import find_device, load_config, load_teacher, model_class
+from hf_primal.convert.loading import Blueprint, draw_blueprint, find_device, load_teacher
 from hf_primal.convert.pipeline import convert_model, split_batches
 from hf_primal.convert.write import check_output, write_folder
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
-from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 
 BUILT_IN = "calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
 
@@ -47,12 +45,16 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     console = Console(stderr=json or quiet, quiet=quiet or (json and not sys.stderr.isatty()))
     settings, folder = config.settings, config.folder
     find_device(config.device)
+    if not dry_run:
+        check_output(folder, config.overwrite)
+    blueprint = draw_blueprint(config.model, config.task, config.revision, config.trust_remote_code)
+    chosen = choose_layers(blueprint.model, config.layers)
+    added = {index: added_parameters(module, settings) for index, (_, module) in chosen.items()}
     if dry_run:
-        return plan(config, console)
-    check_output(folder, config.overwrite)
+        return plan(config, blueprint, added, console)
     passages = mixed_lengths(read_passages(config.calibration, config.text_column), config.samples, config.seed)
     teacher = load_teacher(
-        config.model, config.task, config.revision, config.trust_remote_code, config.device, config.dtype
+        config.model, blueprint, config.revision, config.trust_remote_code, config.device, config.dtype
     )
     name = config.base_model or config.model
     console.print(f"[bold]{name}[/bold]: {type(teacher.model).__name__}, layers {config.layers}, {teacher.model.dtype}, {teacher.model.device}")
@@ -98,37 +100,53 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     return dataclasses.asdict(report)
 
 
-def plan(config: ConvertConfig, console: Console) -> dict[str, Any]:
+def added_parameters(module: Any, settings: PrimalSettings) -> int:
+    """Parameters that a replaced attention module adds to the model.
+
+    Raises:
+        ValueError: settings that do not fit its heads.
+    """
+    with torch.device("meta"):
+        primal = PrimalAttention(*head_shape(module, module.config), settings)
+    return sum(parameter.numel() for parameter in primal.parameters())
+
+
+def multiplications(head_dim: int, settings: PrimalSettings) -> int:
+    """Multiplications of a Primal-Attention layer per head and token, at any length; softmax takes 2 N d."""
+    s, d, p, w = settings.rank, head_dim, settings.features or head_dim, settings.window or 0
+    maps = 2 * p * d if settings.feature_map == "landmark" else 0
+    context = 2 * s * d + d * d + (32 + 2 * w if w else 0) * (2 * d + s) if settings.readout == "values" else 0
+    return maps + 2 * p * s + context + 2 * s * d
+
+
+def plan(config: ConvertConfig, blueprint: Blueprint, added: dict[int, int], console: Console) -> dict[str, Any]:
     """What a run would do: the layers, which would be replaced, and the cost, from the config alone (no weights)."""
-    loaded = load_config(config.model, config.revision, config.trust_remote_code)
-    loader, notes = model_class(loaded, config.task)
-    with no_init_weights(), torch.device("meta"):
-        model = loader.from_config(loaded) if hasattr(loader, "from_config") else loader(loaded)
-    chosen = choose_layers(model, config.layers)
-    table = Table("layer", "module", "heads x head dim", "replaced", "parameters added", title=f"{type(model).__name__}, self-attention layers")
-    layers, added = [], 0
-    for index, (name, module) in enumerate(self_attention_modules(model)):
+    name = type(blueprint.model).__name__
+    table = Table("layer", Column("module", overflow="fold"), "heads", "parameters added", title=f"Self-attention of {name}")
+    layers = []
+    for index, (path, module) in enumerate(self_attention_modules(blueprint.model)):
         heads, dim = head_shape(module, module.config)
-        extra = 0
-        if index in chosen:
-            with torch.device("meta"):
-                primal = PrimalAttention(heads, dim, config.settings)
-            extra = sum(tensor.numel() for tensor in primal.state_dict().values())
-        added += extra
-        layers.append({"index": index, "name": name, "heads": heads, "head_dim": dim, "replaced": index in chosen, "parameters_added": extra})
-        table.add_row(str(index), name, f"{heads} x {dim}", "yes" if extra else "", f"{extra:,}" if extra else "")
+        extra = added.get(index, 0)
+        table.add_row(str(index), path, f"{heads} x {dim}", f"{extra:,}" if index in added else "kept as it is")
+        layers.append({"index": index, "name": path, "heads": heads, "head_dim": dim, "parameters_added": extra})
     console.print(table)
-    costs = Table("tokens", "softmax", "Primal-Attention", title="Multiplications of one head and token, replaced layers")
-    s, d, w = config.settings.rank, layers[0]["head_dim"], config.settings.window or 0
-    p, c = config.settings.features or d, (32 + 2 * w) if w else 0
-    linear = 2 * p * (d + s) + (2 * s * d if config.settings.readout == "values" else 0) + c * (2 * d + s) + d * (d + 2 * s)
-    rows = []
-    for tokens in (128, 512, 2048, 8192):
-        rows.append({"tokens": tokens, "softmax": 2 * tokens * d, "primal": linear})
-        costs.add_row(f"{tokens:,}", f"{2 * tokens * d:,}", f"{linear:,}")
+    costs = Table("tokens", "softmax", "Primal-Attention", title="Multiplications per head, token")
+    dim = next(layer["head_dim"] for layer in layers if layer["index"] in added)
+    rows = [(tokens, 2 * tokens * dim, multiplications(dim, config.settings)) for tokens in (128, 512, 2048, 8192)]
+    for row in rows:
+        costs.add_row(*(f"{number:,}" for number in row))
     console.print(costs)
-    total = model.num_parameters()
-    console.print(f"Parameters: {total:,} -> {total + added:,} ({added / total:+.2%}). Would write {config.folder}", soft_wrap=True)
-    for note in notes:
+    before, extra = blueprint.model.num_parameters(), sum(added.values())
+    console.print(f"Parameters: {before:,} -> {before + extra:,} ({extra / before:+.2%})")
+    console.print(f"Would write {config.folder}", soft_wrap=True)
+    for note in blueprint.notes:
         console.print(f"Note: {note}", style="yellow")
-    return {"class": type(model).__name__, "layers": layers, "multiplications": rows, "parameters_added": added, "notes": notes}
+    return {
+        "class": name,
+        "layers": layers,
+        "replaced": sorted(added),
+        "parameters": before,
+        "parameters_added": extra,
+        "multiplications": [dict(zip(("tokens", "softmax", "primal"), row, strict=True)) for row in rows],
+        "notes": blueprint.notes,
+    }

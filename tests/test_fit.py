@@ -86,11 +86,11 @@ def test_the_objective_is_zero_on_the_calibration_tokens(form):
     states = make_states(lengths=[60, 50, 33, 20])
     layer = fitted(FORMS[form], states)[0].train()
     layer(states.query, states.key, states.value, states.valid, states.scaling)
-    assert abs(float(layer.last)) < 1e-4
+    assert abs(layer.last.item()) < 1e-4
     with torch.no_grad():
         layer.Lambda.mul_(1.1)
     layer(states.query, states.key, states.value, states.valid, states.scaling)
-    assert abs(float(layer.last)) > 1e-2
+    assert abs(layer.last.item()) > 1e-2
 
 
 def test_the_svd_solution_is_stationary_for_the_objective():

@@ -117,13 +117,13 @@ def test_interior_padding_does_not_leak():
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, PrimalSettings.paper(rank=4)], ids=["default", "paper"])
-def test_a_saved_model_reloads_in_a_fresh_process_under_every_head(tmp_path, settings):
-    batch = {name: value[:2] for name, value in random_batches()[0].items()}
-    for head in HEADS:
-        converted, _ = convert(make(head=head), settings)
-        converted.save_pretrained(tmp_path / head)
-        verify_reload(tmp_path / head, converted, batch)
+@pytest.mark.parametrize(
+    ("head", "settings"), [*((head, SETTINGS) for head in HEADS), ("ForSequenceClassification", PrimalSettings.paper(rank=4))]
+)
+def test_a_saved_model_reloads_in_a_fresh_process_under_every_head(tmp_path, head, settings):
+    converted, _ = convert(make(head=head), settings)
+    converted.save_pretrained(tmp_path)
+    verify_reload(tmp_path, converted, {name: value[:2] for name, value in random_batches()[0].items()})
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Bert"])
@@ -239,7 +239,7 @@ def test_training_adds_the_ksvd_loss_and_evaluation_does_not(head, form):
         return output[0]
 
     assert torch.equal(loss(0.5, training=False), loss(0.0, training=False))
-    assert float(loss(0.5, training=True) - loss(0.0, training=True)) > 1e-3
+    assert (loss(0.5, training=True) - loss(0.0, training=True)).item() > 1e-3
     loss(0.5, training=True).backward()
     assert all(m.Lambda.grad.abs().sum() > 0 for m in converted.modules() if isinstance(m, PrimalAttention))
 
