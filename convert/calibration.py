@@ -92,10 +92,15 @@ def read_column(source: str, column: str | None) -> list[str]:
         table = table["train"] if "train" in table else next(iter(table.values()))
     texts = [name for name, kind in table.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     if column is None and len(texts) != 1:
-        raise ValueError(f"--calibration {source} has {len(texts)} text columns ({', '.join(texts) or 'none'}); choose one with --text-column")
+        raise ValueError(
+            f"--calibration {source} has {len(texts)} text columns ({', '.join(texts) or 'none'}); "
+            "choose one with --text-column"
+        )
     column = column or texts[0]
     if column not in texts:
-        raise ValueError(f"--text-column {column!r} is not a text column of {source}; it has {', '.join(texts) or 'none'}")
+        raise ValueError(
+            f"--text-column {column!r} is not a text column of {source}; it has {', '.join(texts) or 'none'}"
+        )
     return list(table[column])
 
 

@@ -11,7 +11,16 @@ from pathlib import Path
 from hf_primal import __version__
 from hf_primal.convert.config import DEMO_MODEL, ConvertConfig
 
-TASKS = ("auto", "backbone", "masked-lm", "sequence-classification", "token-classification", "question-answering", "multiple-choice", "pretraining")
+TASKS = (
+    "auto",
+    "backbone",
+    "masked-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "pretraining",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,33 +35,70 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", help="folder or hub id, e.g. bert-base-uncased", metavar="MODEL")
     add("--demo", action="store_true", help="convert the MiniLM sentence encoder that the extra [demo] installs")
-    add("--layers", default=defaults.layers, help="last4, 8-11, 0,3 or all, over the self-attention layers in depth order")
+    add(
+        "--layers",
+        default=defaults.layers,
+        help="last4, 8-11, 0,3 or all, over the self-attention layers in depth order",
+    )
     add("--output", type=Path, metavar="DIR", help="folder to write (default: MODEL's name with -primal, here)")
-    add("--calibration", metavar="SRC", help="text file, csv/json/jsonl/parquet, datasets folder or hub dataset id (default: text inside Python)")
+    add(
+        "--calibration",
+        metavar="SRC",
+        help="text file, csv/json/jsonl/parquet, datasets folder or hub dataset id (default: text inside Python)",
+    )
     add("--text-column", metavar="NAME", help="column of the calibration table (default: its one text column)")
-    add("--samples", type=int, default=defaults.samples, metavar="N", help="calibration passages, half whole, half sentences")
+    add(
+        "--samples",
+        type=int,
+        default=defaults.samples,
+        metavar="N",
+        help="calibration passages, half whole, half sentences",
+    )
     add("--max-length", type=int, default=defaults.max_length, metavar="N", help="tokens a passage is cut to")
     layer = parser.add_argument_group("the layer", "by default what the preset says")
-    layer.add_argument("--preset", choices=("default", "paper"), default=defaults.preset, help="ours, or the paper's mechanism")
+    layer.add_argument(
+        "--preset", choices=("default", "paper"), default=defaults.preset, help="ours, or the paper's mechanism"
+    )
     layer.add_argument("--rank", type=int, metavar="N", help="directions kept per head (default: 16; paper: 20)")
     layer.add_argument("--features", type=int, metavar="N", help="landmarks per head (default: 32)")
     layer.add_argument("--window", type=int, metavar="N", help="half-width of the exact band, 0 for none (default: 16)")
     layer.add_argument("--feature-map", choices=("landmark", "cosine"), help="(default: landmark; paper: cosine)")
     layer.add_argument("--weights", choices=("fixed", "sampled"), help="(default: fixed; paper: sampled)")
     layer.add_argument("--readout", choices=("values", "scores"), help="(default: values; paper: scores)")
-    layer.add_argument("--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.1)")
-    add("--refine-steps", type=int, default=defaults.refine_steps, metavar="N", help="output matching after the closed form; 0 for none")
+    layer.add_argument(
+        "--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.1)"
+    )
+    add(
+        "--refine-steps",
+        type=int,
+        default=defaults.refine_steps,
+        metavar="N",
+        help="output matching after the closed form; 0 for none",
+    )
     add("--task", choices=TASKS, default=defaults.task, help="head to keep; auto: the checkpoint's own")
     add("--revision", metavar="REV", help="hub revision of MODEL")
     add("--trust-remote-code", action="store_true", help="run code that comes with MODEL")
     add("--device", default=defaults.device, help="auto, cpu, cuda, ...")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=defaults.dtype, help="auto: the checkpoint's")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default=defaults.dtype,
+        help="auto: the checkpoint's",
+    )
     add("--batch-size", type=int, default=defaults.batch_size, metavar="N", help="calibration passages a batch")
-    add("--memory", type=float, default=defaults.memory, metavar="GB", help="observed states kept; what does not fit is computed again")
+    add(
+        "--memory",
+        type=float,
+        default=defaults.memory,
+        metavar="GB",
+        help="observed states kept; what does not fit is computed again",
+    )
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of the draw, the landmarks and the order")
     add("--overwrite", action="store_true", help="replace an output folder that primal-convert wrote")
     show = parser.add_argument_group("what is shown")
-    show.add_argument("--dry-run", action="store_true", default=False, help="list the layers and the cost, write nothing")
+    show.add_argument(
+        "--dry-run", action="store_true", default=False, help="list the layers and the cost, write nothing"
+    )
     show.add_argument("--json", action="store_true", default=False, help="print the report as JSON on standard output")
     show.add_argument("--quiet", action="store_true", default=False, help="print the output folder alone")
     show.add_argument("--debug", action="store_true", default=False, help="show a traceback on errors")

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_primal.convert.pipeline import Progress as Tell
+from hf_primal.initialise import Progress as Tell
 from hf_primal.report import ConversionReport
 
 STAGES = {"observe": "watch attention, fit", "refine": "match outputs", "measure": "rebuild, measure"}
@@ -16,7 +16,13 @@ STAGES = {"observe": "watch attention, fit", "refine": "match outputs", "measure
 @contextmanager
 def progress(console: Console) -> Iterator[Tell]:
     """Progress bars, one a stage; the function to report through."""
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}"))
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, TaskID] = {}
 
@@ -31,7 +37,9 @@ def progress(console: Console) -> Iterator[Tell]:
 def show_report(console: Console, report: ConversionReport) -> None:
     """The report as tables."""
     rank = report.settings["rank"]
-    table = Table("layer", "heads", f"energy kept at rank {rank}", "output error", "after refinement", title="Replaced layers")
+    table = Table(
+        "layer", "heads", f"energy kept at rank {rank}", "output error", "after refinement", title="Replaced layers"
+    )
     for layer in report.layers:
         refined = "-" if layer.error_refined is None else f"{layer.error_refined:.4f}"
         heads = f"{layer.heads} x {layer.head_dim}"
@@ -39,12 +47,18 @@ def show_report(console: Console, report: ConversionReport) -> None:
     console.print(table)
     kept = report.fidelity
     where = "calibration data (too little to hold any out)" if kept.calibration_data else "held-out text"
-    console.print(f"Whole model, {kept.sequences} sequences of {where}: hidden-state cosine [bold]{kept.hidden_cosine:.4f}[/bold]", end="")
+    console.print(
+        f"Whole model, {kept.sequences} sequences of {where}: "
+        f"hidden-state cosine [bold]{kept.hidden_cosine:.4f}[/bold]",
+        end="",
+    )
     console.print("" if kept.logits_kl is None else f", KL of the logits [bold]{kept.logits_kl:.4g}[/bold] nats")
     before, after = report.parameters_teacher, report.parameters_converted
     console.print(f"Parameters: {before:,} -> {after:,} ({(after - before) / before:+.2%})")
     if report.latency:
-        table = Table("tokens", "teacher ms", "converted ms", "speed-up", title=f"Latency, one sequence, {report.device}")
+        table = Table(
+            "tokens", "teacher ms", "converted ms", "speed-up", title=f"Latency, one sequence, {report.device}"
+        )
         for row in report.latency:
             table.add_row(str(row.tokens), f"{row.teacher_ms:.1f}", f"{row.converted_ms:.1f}", f"{row.speedup:.2f}")
         console.print(table)
@@ -52,6 +66,7 @@ def show_report(console: Console, report: ConversionReport) -> None:
         if report.break_even_tokens is None:
             console.print(f"Break-even: beyond {longest} tokens, the longest measured")
         else:
-            console.print(f"Break-even: {'at most' if report.break_even_tokens == report.latency[0].tokens else 'about'} {report.break_even_tokens} tokens")
+            shortest = report.break_even_tokens == report.latency[0].tokens
+            console.print(f"Break-even: {'at most' if shortest else 'about'} {report.break_even_tokens} tokens")
     for note in report.notes:
         console.print(f"Note: {note}", style="yellow")

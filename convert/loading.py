@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -42,7 +43,7 @@ def load_config(model: str, revision: str | None, trust_remote_code: bool) -> Pr
         ValueError: neither of the two, in one line.
     """
     if not Path(model).is_dir():
-        if Path(model).is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        if Path(model).is_file() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
             raise ValueError(f"{model!r} is neither a folder nor a hub id such as bert-base-uncased or user/name")
         go_offline_without_hub()
     elif not (Path(model) / "config.json").is_file():
@@ -50,14 +51,18 @@ def load_config(model: str, revision: str | None, trust_remote_code: bool) -> Pr
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        where = "" if Path(model).is_dir() else f"no folder of that name here, and the hub{_offline()} gave: "
-        raise ValueError(f"cannot load {model!r}: {where}{first_line(error)}") from error
+        if Path(model).is_dir():
+            raise ValueError(f"cannot load {model!r}: {first_line(error)}") from error
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            reason = "the hub is not reachable and the local cache does not have it"
+        else:
+            reason = f"the hub gave: {first_line(error)}"
+        raise ValueError(f"cannot load {model!r}: there is no such folder here, and {reason}") from error
 
 
 def go_offline_without_hub(timeout: float = 3.0) -> None:
     """Use the local cache alone when the hub does not answer, so that an unknown id fails in seconds, not a minute."""
-    import huggingface_hub.constants as hub
-
+    hub = huggingface_hub.constants
     if hub.HF_HUB_OFFLINE:
         return
     try:
@@ -67,13 +72,6 @@ def go_offline_without_hub(timeout: float = 3.0) -> None:
     except OSError:
         hub.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _offline() -> str:
-    """Whether only the cache was looked at."""
-    import huggingface_hub.constants as hub
-
-    return " (not reachable, so only the local cache was searched)" if hub.HF_HUB_OFFLINE else ""
 
 
 def first_line(error: BaseException) -> str:
@@ -93,11 +91,15 @@ def model_class(config: PreTrainedConfig, task: str) -> tuple[type[Any], list[st
             known = ", ".join(name for name, auto in TASKS.items() if auto in heads)
             raise ValueError(f"--task {task}: model type {config.model_type} has no such head; it has {known}")
         return getattr(transformers, heads[TASKS[task]]), []
-    named = (config.architectures or [None])[0]
+    named = config.architectures[0] if config.architectures else None
     known_class = getattr(transformers, named or "", None)
     if isinstance(known_class, type) and issubclass(known_class, PreTrainedModel):
         return known_class, []
-    note = f"architecture {named!r} is not in transformers; converted the backbone alone" if named else "the config names no architecture; converted the backbone"
+    note = (
+        f"architecture {named!r} is not in transformers; converted the backbone alone"
+        if named
+        else "the config names no architecture; converted the backbone"
+    )
     return AutoModel, [note]
 
 

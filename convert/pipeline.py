@@ -3,26 +3,22 @@
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_primal.convert.calibration import joined, mixed_lengths, read_passages, tokenise
-from hf_primal.initialise import LandmarkSample, Moments, Readout, SlotMoments, fit_factors, place_landmarks
+from hf_primal.initialise import Progress, initialise_layers, solve_readouts
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 from hf_primal.observe import Replay
-from hf_primal.refine import output_error, refine
-from hf_primal.report import ConversionReport, LayerReport, break_even, measure_fidelity, measure_latency
+from hf_primal.refine import refine
+from hf_primal.report import ConversionReport, break_even, measure_fidelity, measure_latency
 from hf_primal.surgery import build_converted, primal_class
-
-Progress = Callable[[str, int, int, str], None]
-LANDMARK_TOKENS = 4096  # tokens per layer that k-means sees
 
 
 def convert_model(
@@ -74,18 +70,20 @@ def convert_model(
             PrimalAttention(*head_shape(module, module.config), settings)
     if calibration is None:
         calibration = mixed_lengths(read_passages(None), 300, seed)
-    batches, held_out = split_batches(calibration, processor, max_length, batch_size, seed)
-    batches, held_out = ([{k: v.to(model.device) for k, v in b.items()} for b in part] for part in (batches, held_out))
+    parts = split_batches(calibration, processor, max_length, batch_size, seed)
+    batches, held_out = ([{k: v.to(model.device) for k, v in batch.items()} for batch in part] for part in parts)
 
     modules = {index: module for index, (_, module) in chosen.items()}
     replay = Replay(model, modules, batches, int(memory_gb * 1e9))
     generator = torch.Generator().manual_seed(seed)
     begin = time.perf_counter()
-    primals, reports = fit_layers(chosen, replay, settings, generator, tell)
+    primals, reports = initialise_layers(chosen, replay, settings, generator, progress)
     seconds = {"closed_form": time.perf_counter() - begin}
     if refine_steps:
         begin = time.perf_counter()
-        refine_layers(primals, reports, replay, refine_steps, generator, tell)
+        refine(primals, replay, refine_steps, generator, progress=progress)
+        for index, error in solve_readouts(primals, replay).items():
+            reports[index].error_refined = error
         seconds["refinement"] = time.perf_counter() - begin
     tell("measure", 0, 1, "")
     converted = build_converted(model, primals, settings)
@@ -128,13 +126,13 @@ def split_batches(
     max_length: int,
     batch_size: int,
     seed: int,
-) -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]]:
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Calibration batches and, a tenth of the data, held-out batches (none when there is a single item).
 
     Raises:
         ValueError: nothing to calibrate on, or texts without a tokenizer.
     """
-    items = [item for item in calibration if not isinstance(item, str) or item.strip()]
+    items: list[Any] = [item for item in calibration if not isinstance(item, str) or item.strip()]
     if not items:
         raise ValueError("calibration is empty; give at least one text or batch")
     random.Random(seed).shuffle(items)
@@ -146,83 +144,5 @@ def split_batches(
         long = min(2 * max_length, processor.model_max_length)
         batches = tokenise(processor, calibrate, max_length, batch_size)
         batches += tokenise(processor, joined(processor, calibrate, long), long, max(batch_size // 4, 1))
-        return batches, tokenise(processor, hold, max_length, batch_size)  # type: ignore[return-value]
-    return items[held:], items[:held]  # type: ignore[return-value]
-
-
-def fit_layers(
-    chosen: Mapping[int, tuple[str, nn.Module]],
-    replay: Replay,
-    settings: PrimalSettings,
-    generator: torch.Generator,
-    tell: Progress,
-) -> tuple[dict[int, PrimalAttention], dict[int, LayerReport]]:
-    """The closed form for all chosen layers: landmarks, SVD, read-out; float32 layers and what to report of each."""
-    primals: dict[int, PrimalAttention] = {}
-    for index, calls in replay[0].items():
-        heads, head_dim = calls[0].query.shape[1], calls[0].query.shape[3]
-        if (heads, head_dim) != head_shape(chosen[index][1], chosen[index][1].config):
-            raise ValueError(f"layer {index} has {heads} heads of {head_dim}, which its config does not say; it cannot be rebuilt")
-        primals[index] = PrimalAttention(heads, head_dim, settings).to(calls[0].query.device)
-
-    def gather(collectors: Mapping[int, Any], number: int) -> None:
-        for done, batch in enumerate(replay):
-            for index, calls in batch.items():
-                for states in calls:
-                    collectors[index].update(states)
-            tell("observe", (number - 1) * len(replay) + done + 1, 3 * len(replay), "")
-
-    with torch.no_grad():
-        if settings.feature_map == "landmark":
-            samples = {index: LandmarkSample(-(-LANDMARK_TOKENS // len(replay)), generator) for index in primals}
-            gather(samples, 1)
-            for index, primal in primals.items():
-                place_landmarks(primal, samples[index])
-        kind = SlotMoments if settings.weights == "sampled" else Moments
-        moments = {index: kind(primal) for index, primal in primals.items()}
-        gather(moments, 2)
-        reports = {}
-        for index, primal in primals.items():
-            values, energy = fit_factors(primal, moments[index])
-            reports[index] = LayerReport(
-                index=index,
-                name=chosen[index][0],
-                heads=primal.Lambda.shape[0],
-                head_dim=primal.out_map.shape[-1],
-                singular_values=values.mean(0).tolist(),
-                energy=energy,
-                error_closed_form=0.0,
-                error_refined=None,
-            )
-        readouts = {index: Readout(primal) for index, primal in primals.items()}
-        gather(readouts, 3)
-        for index, readout in readouts.items():
-            reports[index].error_closed_form = readout.solve()
-    return primals, reports
-
-
-def refine_layers(
-    primals: Mapping[int, PrimalAttention],
-    reports: Mapping[int, LayerReport],
-    replay: Replay,
-    steps: int,
-    generator: torch.Generator,
-    tell: Progress,
-) -> None:
-    """Output matching, then the read-out solved once more for the features it found."""
-    done = 0
-
-    def step(error: float) -> None:
-        nonlocal done
-        done += 1
-        tell("refine", done, steps, f"error {error:.4f}")
-
-    refine(primals, replay, steps, generator, progress=step)
-    readouts = {index: Readout(primal) for index, primal in primals.items()}
-    with torch.no_grad():
-        for batch in replay:
-            for index, calls in batch.items():
-                for states in calls:
-                    readouts[index].update(states)
-    for index, readout in readouts.items():
-        reports[index].error_refined = readout.solve()
+        return batches, tokenise(processor, hold, max_length, batch_size)
+    return items[held:], items[:held]

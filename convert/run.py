@@ -20,7 +20,9 @@ from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 
-BUILT_IN = "calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
+BUILT_IN = (
+    "calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
+)
 
 
 def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet: bool) -> dict[str, Any]:
@@ -57,7 +59,10 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
         config.model, blueprint, config.revision, config.trust_remote_code, config.device, config.dtype
     )
     name = config.base_model or config.model
-    console.print(f"[bold]{name}[/bold]: {type(teacher.model).__name__}, layers {config.layers}, {teacher.model.dtype}, {teacher.model.device}")
+    console.print(
+        f"[bold]{name}[/bold]: {type(teacher.model).__name__}, layers {config.layers}, "
+        f"{teacher.model.dtype}, {teacher.model.device}"
+    )
     with view.progress(console) as tell:
         converted, report = convert_model(
             teacher.model,
@@ -122,8 +127,10 @@ def multiplications(head_dim: int, settings: PrimalSettings) -> int:
 def plan(config: ConvertConfig, blueprint: Blueprint, added: dict[int, int], console: Console) -> dict[str, Any]:
     """What a run would do: the layers, which would be replaced, and the cost, from the config alone (no weights)."""
     name = type(blueprint.model).__name__
-    table = Table("layer", Column("module", overflow="fold"), "heads", "parameters added", title=f"Self-attention of {name}")
-    layers = []
+    table = Table(
+        "layer", Column("module", overflow="fold"), "heads", "parameters added", title=f"Self-attention of {name}"
+    )
+    layers: list[dict[str, Any]] = []
     for index, (path, module) in enumerate(self_attention_modules(blueprint.model)):
         heads, dim = head_shape(module, module.config)
         extra = added.get(index, 0)

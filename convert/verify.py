@@ -37,7 +37,12 @@ def verify_reload(folder: Path, model: PreTrainedModel, inputs: Mapping[str, Ten
             },
             expected,
         )
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": scratch, "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": scratch,
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         child = subprocess.run(
             [sys.executable, "-I", "-W", "ignore", reload_check.__file__, str(folder), str(expected)],
             env=environment,

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from hf_primal.convert.verify import verify_reload
 from hf_primal.model_cards import converted_card
@@ -33,7 +33,10 @@ def check_output(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ValueError(f"--output {folder} exists; give another --output, or --overwrite to replace it")
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / REPORT).is_file()):
-        raise ValueError(f"--output {folder} was not written by primal-convert, so --overwrite leaves it alone; give another --output")
+        raise ValueError(
+            f"--output {folder} was not written by primal-convert, so --overwrite leaves it alone; "
+            "give another --output"
+        )
 
 
 @contextmanager
@@ -80,7 +83,9 @@ def write_folder(
     """
     need, free = sum(tensor.nbytes for tensor in converted.state_dict().values()), shutil.disk_usage(folder.parent).free
     if need + 50_000_000 > free:
-        raise ValueError(f"--output {folder} needs about {need / 1e6 + 50:.0f} MB and the disk has {free / 1e6:.0f} MB left")
+        raise ValueError(
+            f"--output {folder} needs about {need / 1e6 + 50:.0f} MB and the disk has {free / 1e6:.0f} MB left"
+        )
     with staged(folder) as staging:
         converted.save_pretrained(staging)
         if processor is not None:

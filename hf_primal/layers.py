@@ -21,7 +21,9 @@ def parse_layers(text: str, count: int) -> list[int]:
     Raises:
         ValueError: not understood, or outside the model.
     """
-    ways = f"use all, last1..last{count}, a range such as {max(count - 2, 0)}-{count - 1}, or a list such as 0,{count - 1}"
+    ways = (
+        f"use all, last1..last{count}, a range such as {max(count - 2, 0)}-{count - 1}, or a list such as 0,{count - 1}"
+    )
     chosen: set[int] = set()
     for part in text.strip().split(","):
         last, span = re.fullmatch(r"last(\d+)", part.strip()), re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -71,5 +73,8 @@ def choose_layers(model: PreTrainedModel, text: str) -> dict[int, tuple[str, nn.
     for index in chosen:
         name, module = modules[index]
         if getattr(module, "sliding_window", None):
-            raise ValueError(f"layer {index} ({name}) has a sliding window, which Primal-Attention does not keep; leave it out of --layers")
+            raise ValueError(
+                f"layer {index} ({name}) has a sliding window, which Primal-Attention does not keep; "
+                "leave it out of --layers"
+            )
     return {index: modules[index] for index in chosen}

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,10 @@ def _observed_attention(
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} adds a position bias to its attention, which is not supported yet")
     if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
-        raise ValueError(f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)} unlike its queries {tuple(query.shape)}")
+        raise ValueError(
+            f"{type(module).__name__} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
+            f"{tuple(value.shape)}; their lengths and head dims must be the same"
+        )
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
     valid = key_padding(attention_mask, key.shape[-2])
     if valid is None:
@@ -71,9 +75,9 @@ def observing(modules: Mapping[int, nn.Module], sink: Callable[[int, States], No
     try:
         for index, module in modules.items():
             config = copy.copy(module.config)
-            config._attn_implementation_internal = "primal_observed"  # type: ignore[union-attr, assignment]
+            config._attn_implementation_internal = "primal_observed"  # type: ignore[union-attr]
             module.config = config
-            module._observer = lambda states, index=index: sink(index, states)  # type: ignore[assignment]
+            vars(module)["_observer"] = partial(sink, index)
         yield
     finally:
         for index, module in modules.items():
@@ -126,7 +130,9 @@ class Replay:
             self.model.train(training)
         for index, calls in seen.items():
             if not calls:
-                raise ValueError(f"layer {index} was never called through the attention interface; it cannot be replaced")
+                raise ValueError(
+                    f"layer {index} was never called through the attention interface; it cannot be replaced"
+                )
         size = sum(states.nbytes() for calls in seen.values() for states in calls)
         if size <= self.room:
             self.kept[position] = seen

@@ -1,25 +1,26 @@
 """Output matching: a few steps of AdamW on the replaced layers' outputs against the teacher's attention outputs."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
 
+from hf_primal.initialise import Progress
 from hf_primal.modeling.primal_attention import PrimalAttention
 from hf_primal.observe import Replay, States
 
 
 def output_error(layer: Callable[..., Tensor], calls: list[States]) -> Tensor:
     """Squared error of a layer's output over valid tokens, relative to the teacher's power, a scalar."""
-    error, power = 0.0, 0.0
+    errors, powers = [], []
     for states in calls:
         output = layer(states.query, states.key, states.value, states.valid, states.scaling).transpose(1, 2)
         hidden = ~states.valid[:, None, :, None]
-        error = error + (output - states.output).float().masked_fill(hidden, 0.0).square().sum()
-        power = power + states.output.float().masked_fill(hidden, 0.0).square().sum()
-    return error / power.clamp(min=1e-30)  # type: ignore[union-attr]
+        errors.append((output - states.output).float().masked_fill(hidden, 0.0).square().sum())
+        powers.append(states.output.float().masked_fill(hidden, 0.0).square().sum())
+    return torch.stack(errors).sum() / torch.stack(powers).sum().clamp(min=1e-30)
 
 
 class LogFactors(nn.Module):
@@ -57,7 +58,7 @@ def refine(
     steps: int,
     generator: torch.Generator,
     rate: float = 1e-2,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Train all replaced layers at once on the teacher's inputs and outputs, in place.
 
@@ -67,17 +68,16 @@ def refine(
         steps: optimiser steps, one batch each, >= 0.
         generator: CPU generator for the order of the batches.
         rate: relative step size of AdamW at its peak, falling to 0 along a cosine.
-        progress: called after each step with the mean relative error of its batch.
+        progress: called after each step with ("refine", step, steps, the mean relative error of its batch).
 
     Source: ours; output matching as in LoLCATs' attention transfer.
     """
     layers = {index: LogFactors(primal) for index, primal in primals.items()}
     groups = [group for layer in layers.values() for group in layer.groups(rate)]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    shape = lambda step: min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
     order: list[int] = []
-    for _ in range(steps):
+    for step in range(steps):
         order = order or torch.randperm(len(replay), generator=generator).tolist()
         batch = replay[order.pop()]
         loss = torch.stack([output_error(layers[index], calls) for index, calls in batch.items()]).mean()
@@ -86,7 +86,7 @@ def refine(
         optimizer.step()
         schedule.step()
         if progress:
-            progress(loss.item())
+            progress("refine", step + 1, steps, f"error {loss.item():.4f}")
     with torch.no_grad():
         for layer in layers.values():
             for name, factor in layer.factors().items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,8 @@ class LayerReport:
     head_dim: int
     singular_values: list[float]  # of the observed attention in feature space, mean over heads, largest first
     energy: float  # part of the squared singular values kept at the rank, mean over heads, 0..1
-    error_closed_form: float
-    error_refined: float | None
+    error_closed_form: float = math.nan
+    error_refined: float | None = None
 
 
 @dataclasses.dataclass
@@ -103,7 +104,7 @@ def measure_fidelity(
             ours, theirs = (m.eval()(**batch, output_hidden_states=True) for m in (converted, teacher))
             hidden = [out.hidden_states[-1].float() for out in (ours, theirs)]
             mask = batch.get("attention_mask", torch.ones(hidden[0].shape[:2], device=hidden[0].device)).bool()
-            cosine += float(torch.cosine_similarity(*hidden, dim=-1)[mask].double().sum())
+            cosine += float(torch.cosine_similarity(hidden[0], hidden[1], dim=-1)[mask].double().sum())
             tokens += int(mask.sum())
             sequences += len(mask)
             if getattr(ours, "logits", None) is not None:
@@ -112,7 +113,9 @@ def measure_fidelity(
                 kl = kl[mask] if kl.shape == mask.shape else kl
                 divergence += float(kl.double().sum())
                 positions += kl.numel()
-    return Fidelity(sequences, tokens, cosine / max(tokens, 1), divergence / positions if positions else None, calibration_data)
+    return Fidelity(
+        sequences, tokens, cosine / max(tokens, 1), divergence / positions if positions else None, calibration_data
+    )
 
 
 def position_limit(model: PreTrainedModel) -> int:
@@ -186,8 +189,12 @@ def write_plots(report: ConversionReport, folder: Path) -> list[str]:
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for layer in report.layers:
         power = torch.tensor(layer.singular_values).square()
-        axis.plot(range(1, len(power) + 1), (power.cumsum(0) / power.sum()).tolist(), marker=".", label=f"layer {layer.index}")
-    axis.axvline(report.settings["rank"], color="grey", linestyle="--", linewidth=1, label=f"rank {report.settings['rank']}")
+        axis.plot(
+            range(1, len(power) + 1), (power.cumsum(0) / power.sum()).tolist(), marker=".", label=f"layer {layer.index}"
+        )
+    axis.axvline(
+        report.settings["rank"], color="grey", linestyle="--", linewidth=1, label=f"rank {report.settings['rank']}"
+    )
     axis.set(xlabel="components kept", ylabel="energy kept", title="Spectrum of the observed attention")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)

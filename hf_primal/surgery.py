@@ -19,8 +19,9 @@ NOT_COPIED = ("model_type", "architectures", "auto_map", "transformers_version",
 
 def full_auto_map(base_class: type[PreTrainedModel]) -> dict[str, str]:
     """`auto_map` with every head that the base family has and that keeps its backbone under the usual name."""
-    entries = {"AutoConfig": f"configuration_primal.Primal{base_class.config_class.__name__}"}
-    for auto, known in modeling_primal.auto_heads(base_class.config_class.model_type).items():
+    config_class: Any = base_class.config_class
+    entries = {"AutoConfig": f"configuration_primal.Primal{config_class.__name__}"}
+    for auto, known in modeling_primal.auto_heads(config_class.model_type).items():
         head = getattr(transformers, known, None)
         if head is not None and head.base_model_prefix == base_class.base_model_prefix:
             entries[auto] = f"modeling_primal.Primal{known}"
@@ -37,7 +38,9 @@ def primal_class(teacher: PreTrainedModel) -> type[PreTrainedModel]:
     if getattr(teacher.config, "primal_layers", None) is not None:
         raise ValueError(f"{name} is a converted model already; convert its base model instead")
     if getattr(transformers, name, None) is not type(teacher):
-        raise ValueError(f"{name} is not a class of transformers {transformers.__version__}; only those can be converted")
+        raise ValueError(
+            f"{name} is not a class of transformers {transformers.__version__}; only those can be converted"
+        )
     return getattr(modeling_primal, f"Primal{name}")
 
 
@@ -62,13 +65,18 @@ def build_converted(
     made = primal_class(teacher)
     fields: dict[str, Any] = {k: v for k, v in teacher.config.to_dict().items() if k not in NOT_COPIED}
     own = dataclasses.asdict(settings)
-    config = primal_config_class(type(teacher.config))(
+    config_class: Any = primal_config_class(type(teacher.config))
+    config = config_class(
         **fields,
         architectures=[made.__name__],
         primal_layers=sorted(primals),
         ksvd_weight=float(own.pop("ksvd_weight")),
         primal=own,
-        primal_versions={"hf_primal": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        primal_versions={
+            "hf_primal": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
         auto_map=full_auto_map(type(teacher)),
     )
     config._attn_implementation = teacher.config._attn_implementation
@@ -81,7 +89,7 @@ def build_converted(
             weights[f"{modules[index][0]}.primal.{name}"] = tensor.detach().to(teacher.device, teacher.dtype, copy=True)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    model = model.to(teacher.device)  # buffers that no checkpoint holds
+    model = torch.nn.Module.to(model, teacher.device)  # buffers that no checkpoint holds
     if teacher.can_generate():
         model.generation_config = copy.deepcopy(teacher.generation_config)
     return model.eval()

@@ -10,7 +10,29 @@ import pytest
 import torch
 from transformers import BertConfig, BertTokenizer
 
-WORDS = "the a cat dog sat ran on under mat tree house of and slowly quickly red blue small large then it".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "house",
+    "of",
+    "and",
+    "slowly",
+    "quickly",
+    "red",
+    "blue",
+    "small",
+    "large",
+    "then",
+    "it",
+]
 
 
 def bert_config(**changes):

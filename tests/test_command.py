@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,8 +54,16 @@ def test_a_conversion_writes_a_complete_folder(capsys, here, saved_bert, text_fi
     assert status == 0
     assert [path.name for path in here.iterdir()] == [folder.name]
     assert {path.name for path in folder.iterdir()} >= {
-        "model.safetensors", "config.json", "modeling_primal.py", "configuration_primal.py", "primal_attention.py",
-        "tokenizer.json", "conversion_report.json", "README.md", "spectrum.png", "latency.png",
+        "model.safetensors",
+        "config.json",
+        "modeling_primal.py",
+        "configuration_primal.py",
+        "primal_attention.py",
+        "tokenizer.json",
+        "conversion_report.json",
+        "README.md",
+        "spectrum.png",
+        "latency.png",
     }
     report = json.loads((folder / "conversion_report.json").read_text())
     assert report["schema_version"] == 1 and report["seed"] == 0 and report["device"] == "cpu"
@@ -62,7 +71,15 @@ def test_a_conversion_writes_a_complete_folder(capsys, here, saved_bert, text_fi
     assert report["command"].startswith("primal-convert ") and "--window 4" in report["command"]
     assert report["fidelity"]["hidden_cosine"] > 0.9 and report["fidelity"]["logits_kl"] >= 0
     assert [row["tokens"] for row in report["latency"]] == [128]
-    for said in ("energy kept at rank 4", "hidden-state cosine", "KL of the logits", "Parameters:", "128", "Break-even", "proven to reload"):
+    for said in (
+        "energy kept at rank 4",
+        "hidden-state cosine",
+        "KL of the logits",
+        "Parameters:",
+        "128",
+        "Break-even",
+        "proven to reload",
+    ):
         assert said in " ".join(out.split())
     model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__name__ == "PrimalBertForMaskedLM"
@@ -74,14 +91,16 @@ def test_shipped_files_are_copied_verbatim(capsys, here, saved_bert, text_file):
     run(capsys, saved_bert, *SMALL, "--calibration", text_file)
     for name in ("primal_attention.py", "modeling_primal.py", "configuration_primal.py"):
         original = os.path.join(os.path.dirname(primal_attention.__file__), name)
-        assert (here / "tiny-bert-primal" / name).read_bytes() == open(original, "rb").read()
+        assert (here / "tiny-bert-primal" / name).read_bytes() == Path(original).read_bytes()
 
 
 def test_two_runs_write_the_same_weights_and_config(capsys, here, saved_bert, text_file):
     digests = []
     for name in ("a", "b"):
         assert run(capsys, saved_bert, *SMALL, "--calibration", text_file, "--output", here / name)[0] == 0
-        digests.append([hashlib.sha256((here / name / f).read_bytes()).hexdigest() for f in ("model.safetensors", "config.json")])
+        digests.append(
+            [hashlib.sha256((here / name / f).read_bytes()).hexdigest() for f in ("model.safetensors", "config.json")]
+        )
     assert digests[0] == digests[1]
 
 
@@ -119,7 +138,20 @@ def test_without_calibration_the_text_inside_python_is_used_and_said(capsys, her
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
 def test_presets_and_single_options_reach_the_config(capsys, here, saved_bert, text_file, preset):
-    options = ["--layers", "2", "--calibration", text_file, "--preset", preset, "--rank", "5", "--ksvd-weight", "0.25", "--refine-steps", "0"]
+    options = [
+        "--layers",
+        "2",
+        "--calibration",
+        text_file,
+        "--preset",
+        preset,
+        "--rank",
+        "5",
+        "--ksvd-weight",
+        "0.25",
+        "--refine-steps",
+        "0",
+    ]
     assert run(capsys, saved_bert, *options)[0] == 0
     config = json.loads((here / "tiny-bert-primal" / "config.json").read_text())
     assert config["ksvd_weight"] == 0.25 and config["primal"]["rank"] == 5 and config["primal_layers"] == [2]
@@ -143,7 +175,9 @@ def test_calibration_is_read_from_every_kind_of_source(tmp_path, passages, kind,
 
 
 def test_mixed_lengths_are_half_passages_half_sentences():
-    passages = [f"Passage {i} begins with this sentence. It goes on with a second sentence. And it ends." for i in range(40)]
+    passages = [
+        f"Passage {i} begins with this sentence. It goes on with a second sentence. And it ends." for i in range(40)
+    ]
     drawn = mixed_lengths(passages, 20, seed=0)
     assert len(drawn) == 20 and sum(text in passages for text in drawn) == 10
     assert drawn == mixed_lengths(passages, 20, seed=0) != mixed_lengths(passages, 20, seed=1)
@@ -161,7 +195,13 @@ def bad(tmp_path, saved_bert, text_file):
     """Bad inputs by name: arguments, and what the error line has to say."""
     from transformers import AlbertConfig, AlbertModel, DebertaV2Config, DebertaV2Model
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 101}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 101,
+    }
     DebertaV2Model(DebertaV2Config(**sizes)).save_pretrained(tmp_path / "deberta")
     AlbertModel(AlbertConfig(**sizes, embedding_size=16)).save_pretrained(tmp_path / "albert")
     (tmp_path / "empty-folder").mkdir()
@@ -187,14 +227,23 @@ def bad(tmp_path, saved_bert, text_file):
         "folder without weights": ([tmp_path / "no-weights", *text], "cannot load the weights"),
         "deberta": ([tmp_path / "deberta", *text], "does not go through Transformers' attention interface"),
         "part of albert": ([tmp_path / "albert", "--layers", "last2", *text], "use --layers all"),
-        "layers out of range": ([saved_bert, "--layers", "last9", *text], "--layers 'last9' is outside this model's layers 0..2"),
+        "layers out of range": (
+            [saved_bert, "--layers", "last9", *text],
+            "--layers 'last9' is outside this model's layers 0..2",
+        ),
         "layers not understood": ([saved_bert, "--layers", "deep", *text], "--layers 'deep' is not understood"),
         "no calibration file": ([saved_bert, "--calibration", tmp_path / "none.txt"], "is neither a file"),
         "blank calibration": ([saved_bert, "--calibration", tmp_path / "blank.txt"], "has no text in it"),
         "binary calibration": ([saved_bert, "--calibration", tmp_path / "binary.txt"], "is not text in UTF-8"),
-        "missing column": ([saved_bert, *table, "--text-column", "third"], "--text-column 'third' is not a text column"),
+        "missing column": (
+            [saved_bert, *table, "--text-column", "third"],
+            "--text-column 'third' is not a text column",
+        ),
         "two columns": ([saved_bert, *table], "has 2 text columns (first, second); choose one with --text-column"),
-        "rank above features": ([saved_bert, "--rank", "20", "--features", "8", *text], "rank must be 1..8 (features), got 20"),
+        "rank above features": (
+            [saved_bert, "--rank", "20", "--features", "8", *text],
+            "rank must be 1..8 (features), got 20",
+        ),
         "rank above the head dim": (
             [saved_bert, "--layers", "last2", "--feature-map", "cosine", "--rank", "9", *text],
             "rank must be 1..8 (head dim), got 9",
@@ -204,7 +253,10 @@ def bad(tmp_path, saved_bert, text_file):
             [saved_bert, "--output", tmp_path / "taken", "--overwrite", *text],
             "was not written by primal-convert",
         ),
-        "no parent": ([saved_bert, "--output", tmp_path / "no" / "such" / "place", *text], "does not exist; create it first"),
+        "no parent": (
+            [saved_bert, "--output", tmp_path / "no" / "such" / "place", *text],
+            "does not exist; create it first",
+        ),
         "no such head": ([saved_bert, "--task", "sequence-classification", *text], "has no weights for classifier"),
         "no such device": ([saved_bert, "--device", "abacus", *text], "--device 'abacus' is not usable here"),
         "no samples": ([saved_bert, "--samples", "0", *text], "--samples must be >= 1, got 0"),
@@ -250,7 +302,9 @@ def test_an_unknown_architecture_degrades_to_the_backbone_with_a_note(capsys, he
     (saved_bert / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
     status, out, _ = run(capsys, saved_bert, *SMALL, "--calibration", text_file)
     assert status == 0 and "architecture 'HF_ColBERT' is not in transformers" in " ".join(out.split())
-    assert type(AutoModel.from_pretrained(here / "tiny-bert-primal", trust_remote_code=True)).__name__ == "PrimalBertModel"
+    assert (
+        type(AutoModel.from_pretrained(here / "tiny-bert-primal", trust_remote_code=True)).__name__ == "PrimalBertModel"
+    )
 
 
 def test_overwrite_replaces_what_the_command_wrote(capsys, here, saved_bert, text_file):
@@ -289,8 +343,19 @@ def test_ctrl_c_in_the_middle_exits_with_130(here, saved_bert, text_file):
     import signal
     import time
 
-    command = [sys.executable, "-m", "hf_primal.convert.cli", saved_bert, *SMALL[:-1], "100000", "--calibration", text_file]
-    child = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here)
+    command = [
+        sys.executable,
+        "-m",
+        "hf_primal.convert.cli",
+        saved_bert,
+        *SMALL[:-1],
+        "100000",
+        "--calibration",
+        text_file,
+    ]
+    child = subprocess.Popen(
+        [str(part) for part in command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here
+    )
     time.sleep(12)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=30)
@@ -306,7 +371,14 @@ def test_the_output_can_be_read_by_others(capsys, here, saved_bert, text_file):
 
 def test_a_sentence_encoder_stays_one(capsys, here, saved_bert, text_file):
     """The files by which sentence-transformers pools travel with the model."""
-    (saved_bert / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "Transformer"}, {"idx": 1, "name": "1", "path": "1_Pooling", "type": "Pooling"}]))
+    (saved_bert / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": 0, "name": "0", "path": "", "type": "Transformer"},
+                {"idx": 1, "name": "1", "path": "1_Pooling", "type": "Pooling"},
+            ]
+        )
+    )
     (saved_bert / "1_Pooling").mkdir()
     (saved_bert / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 32}')
     run(capsys, saved_bert, *SMALL, "--calibration", text_file)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from hf_primal import PrimalAttention, PrimalSettings
-from hf_primal import initialise as init
+from hf_primal import PrimalAttention, PrimalSettings, factors
+from hf_primal import moments as statistics
+from hf_primal import readout as readouts
+from hf_primal.landmarks import LandmarkSample, k_means, place_landmarks
 from hf_primal.observe import States
 from hf_primal.refine import output_error
 
@@ -25,13 +27,13 @@ def fitted(settings, states):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         if settings.feature_map == "landmark":
-            sample = init.LandmarkSample(500, generator)
+            sample = LandmarkSample(500, generator)
             sample.update(states)
-            init.place_landmarks(layer, sample)
-        moments = (init.SlotMoments if settings.weights == "sampled" else init.Moments)(layer)
+            place_landmarks(layer, sample)
+        moments = (statistics.SlotMoments if settings.weights == "sampled" else statistics.Moments)(layer)
         moments.update(states)
-        values, energy = init.fit_factors(layer, moments)
-        readout = init.Readout(layer)
+        values, energy = factors.fit_factors(layer, moments)
+        readout = readouts.Readout(layer)
         readout.update(states)
         error = readout.solve()
     return layer, moments, values, energy, error
@@ -54,13 +56,13 @@ def test_full_rank_recovers_the_observed_kernel():
 
 
 def test_a_planted_low_rank_kernel_is_recovered_at_its_rank():
-    layer, moments, *_ = fitted(SIGNED, make_states())
+    _, moments, *_ = fitted(SIGNED, make_states())
     planted = [torch.rand(HEADS, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     kernel = planted[0] @ planted[1].mT
     moments.cross = moments.gram_q @ kernel @ moments.gram_k / moments.pairs
 
-    We, Wr, values = init.singular_factors(moments, 2)
-    nonnegative = init.nonnegative_factors(moments, We, Wr)
+    We, Wr, values = factors.singular_factors(moments, 2)
+    nonnegative = factors.nonnegative_factors(moments, We, Wr)
 
     torch.testing.assert_close(We @ Wr.mT, kernel, rtol=1e-5, atol=1e-7)
     assert (values[:, 2:] < 1e-6 * values[:, :1]).all()
@@ -70,12 +72,12 @@ def test_a_planted_low_rank_kernel_is_recovered_at_its_rank():
 
 def test_more_updates_never_raise_the_error_of_the_nonnegative_factors(monkeypatch):
     _, moments, *_ = fitted(FORMS["no band"], make_states())
-    signed = init.singular_factors(moments, 4)[:2]
+    signed = factors.singular_factors(moments, 4)[:2]
     gram_q, gram_k, cross = (x / moments.pairs for x in (moments.gram_q, moments.gram_k, moments.cross))
     errors = []
     for updates in (0, 1, 5, 50, 300):
-        monkeypatch.setattr(init, "UPDATES", updates)
-        We, Wr = init.nonnegative_factors(moments, *signed)
+        monkeypatch.setattr(factors, "UPDATES", updates)
+        We, Wr = factors.nonnegative_factors(moments, *signed)
         kernel = We @ Wr.mT
         errors.append(float((kernel * (gram_q @ kernel @ gram_k - 2 * cross)).sum()))
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0]
@@ -106,7 +108,9 @@ def test_the_svd_solution_is_stationary_for_the_objective():
 def test_the_coupling_is_a_generalised_inverse():
     layer, *_ = fitted(FORMS["default"], make_states())
     We, Wr = (w.abs().double() for w in (layer.We, layer.Wr))
-    torch.testing.assert_close(We.mT @ layer.coupling.double() @ Wr, torch.eye(4).expand(2, 4, 4).double(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        We.mT @ layer.coupling.double() @ Wr, torch.eye(4).expand(2, 4, 4).double(), atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -131,7 +135,7 @@ def test_an_attention_that_the_features_span_comes_back():
 
 def test_the_order_and_split_of_the_data_do_not_matter():
     states = make_states()
-    whole, halves = (init.Moments(fitted(FORMS["default"], states)[0]) for _ in range(2))
+    whole, halves = (statistics.Moments(fitted(FORMS["default"], states)[0]) for _ in range(2))
     with torch.no_grad():
         whole.update(states)
         for part in (slice(2, 4), slice(0, 2)):
@@ -145,8 +149,8 @@ def test_rows_of_attention_are_chunked_without_effect(monkeypatch):
     states, layer = make_states(), fitted(FORMS["default"], make_states())[0]
     results = []
     for rows in (7, 256):
-        monkeypatch.setattr(init, "ROWS", rows)
-        moments = init.Moments(layer)
+        monkeypatch.setattr(statistics, "ROWS", rows)
+        moments = statistics.Moments(layer)
         with torch.no_grad():
             moments.update(states)
         results.append(moments.cross)
@@ -191,7 +195,7 @@ def test_an_svd_that_does_not_converge_falls_back_and_says_so(monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "svd", fail)
     with pytest.warns(UserWarning, match="did not converge"):
-        U, S, V = init.truncated_svd(matrix)
+        U, S, V = factors.truncated_svd(matrix)
     torch.testing.assert_close(S, expected.S, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(U @ torch.diag_embed(S) @ V.mT, matrix, rtol=1e-6, atol=1e-6)
 
@@ -200,5 +204,5 @@ def test_k_means_finds_separated_clusters():
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
     points = centres.repeat(50, 1)[None] + 0.01 * torch.randn(1, 150, 2, generator=torch.Generator().manual_seed(0))
     for seed in range(20):
-        found = init.k_means(points, 3, torch.Generator().manual_seed(seed))
+        found = k_means(points, 3, torch.Generator().manual_seed(seed))
         assert float(torch.cdist(found[0], centres).min(0).values.max()) < 0.1

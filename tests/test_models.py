@@ -19,7 +19,13 @@ from hf_primal.modeling import configuration_primal, modeling_primal
 from hf_primal.observe import Replay
 
 SETTINGS = PrimalSettings(rank=4, features=8, window=4)
-SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 101}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+}
 SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "attention_dropout": 0.0}
 FAMILIES = {
     "Bert": SIZES,
@@ -39,7 +45,9 @@ def make(family="Bert", head="Model", dtype=torch.float32):
 
 
 def convert(model, settings=SETTINGS, layers="last2", **options):
-    return convert_model(model, layers=layers, calibration=random_batches(), settings=settings, **{"refine_steps": 2, **options})
+    return convert_model(
+        model, layers=layers, calibration=random_batches(), settings=settings, **{"refine_steps": 2, **options}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +88,10 @@ def test_the_teacher_is_left_as_it_was_found_even_after_an_error(monkeypatch):
     with pytest.raises(ValueError, match="shorter than the window"):
         convert(teacher, PrimalSettings(rank=4, features=8, window=100))
     assert teacher.training
-    assert all(module.config is config for config, (_, module) in zip(configs, choose_layers(teacher, "all").values(), strict=True))
+    assert all(
+        module.config is config
+        for config, (_, module) in zip(configs, choose_layers(teacher, "all").values(), strict=True)
+    )
     assert all("_observer" not in vars(module) for module in teacher.modules())
 
 
@@ -118,7 +129,8 @@ def test_interior_padding_does_not_leak():
 
 
 @pytest.mark.parametrize(
-    ("head", "settings"), [*((head, SETTINGS) for head in HEADS), ("ForSequenceClassification", PrimalSettings.paper(rank=4))]
+    ("head", "settings"),
+    [*((head, SETTINGS) for head in HEADS), ("ForSequenceClassification", PrimalSettings.paper(rank=4))],
 )
 def test_a_saved_model_reloads_in_a_fresh_process_under_every_head(tmp_path, head, settings):
     converted, _ = convert(make(head=head), settings)
@@ -146,7 +158,9 @@ def test_a_folder_that_does_not_reload_as_saved_is_refused(tmp_path, damage):
         message = r"tensor encoder.layer.2.attention.self.primal.We differs"
     else:
         code = tmp_path / "primal_attention.py"
-        code.write_text(code.read_text().replace("self.out_bias.to(scores.dtype)", "2 * self.out_bias.to(scores.dtype)"))
+        code.write_text(
+            code.read_text().replace("self.out_bias.to(scores.dtype)", "2 * self.out_bias.to(scores.dtype)")
+        )
         message = "outputs differ by"
     with pytest.raises(RuntimeError, match=message):
         verify_reload(tmp_path, converted, random_batches()[0])
@@ -156,7 +170,9 @@ def run_fresh(script, *arguments):
     """Run a script in a process that cannot import hf_primal; its standard output."""
     code = "import sys; sys.modules['hf_primal'] = None\n" + textwrap.dedent(script)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    child = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment)
+    child = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment
+    )
     assert child.returncode == 0, child.stderr[-2000:]
     return child.stdout
 
@@ -271,7 +287,9 @@ def test_half_precision_models_convert_and_stay_finite(dtype):
 def test_kept_states_and_repeated_passes_give_the_same_model():
     kept, _ = convert(make(), memory_gb=1.0)
     repeated, _ = convert(make(), memory_gb=0.0)
-    assert all(torch.equal(a, b) for a, b in zip(kept.state_dict().values(), repeated.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(kept.state_dict().values(), repeated.state_dict().values(), strict=True)
+    )
 
 
 def test_the_states_kept_stay_within_the_limit(monkeypatch):
@@ -321,7 +339,7 @@ def test_albert_converts_all_its_layers_or_none():
     teacher = transformers.AlbertModel(config).eval()
     converted, report = convert(teacher, layers="all")
     assert len(report.layers) == 1 and converted(**random_batches()[0]).last_hidden_state.isfinite().all()
-    with pytest.raises(ValueError, match="shares 1 attention module.*use --layers all"):
+    with pytest.raises(ValueError, match=r"shares 1 attention module.*use --layers all"):
         convert(teacher, layers="last2")
 
 
@@ -354,7 +372,13 @@ def test_texts_without_a_tokenizer_and_empty_data_are_refused():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("last4", [8, 9, 10, 11]), ("8-11", [8, 9, 10, 11]), ("0,3", [0, 3]), ("all", list(range(12))), ("3, 0-1,last1", [0, 1, 3, 11])],
+    [
+        ("last4", [8, 9, 10, 11]),
+        ("8-11", [8, 9, 10, 11]),
+        ("0,3", [0, 3]),
+        ("all", list(range(12))),
+        ("3, 0-1,last1", [0, 1, 3, 11]),
+    ],
 )
 def test_layers_are_read_as_documented(text, expected):
     assert parse_layers(text, 12) == expected
@@ -373,7 +397,9 @@ def test_layers_that_mean_nothing_are_refused(text):
 
 
 def test_a_decoder_head_of_a_converted_encoder_is_refused_not_run_wrongly():
-    config = configuration_primal.PrimalBertConfig(**SIZES, primal_layers=[2], primal={"rank": 4, "features": 8}, is_decoder=True)
+    config = configuration_primal.PrimalBertConfig(
+        **SIZES, primal_layers=[2], primal={"rank": 4, "features": 8}, is_decoder=True
+    )
     with pytest.raises(ValueError, match="causal"):
         modeling_primal.PrimalBertLMHeadModel(config)
 

@@ -1,0 +1,1 @@
+"""The files that travel with every converted model, copied as they are."""

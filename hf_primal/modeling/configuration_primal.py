@@ -9,7 +9,6 @@ from typing import Any
 import transformers
 
 
-
 def primal_config_class(base: type[transformers.PreTrainedConfig]) -> type[transformers.PreTrainedConfig]:
     """`Primal<Base>Config` for a Transformers configuration class; the same class for every call."""
     name = f"Primal{base.__name__}"

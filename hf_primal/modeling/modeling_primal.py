@@ -63,7 +63,9 @@ def install(model: PreTrainedModel) -> None:
     settings = PrimalSettings(**{**(model.config.primal or {}), "ksvd_weight": model.config.ksvd_weight})
     for index in model.config.primal_layers or []:
         if not 0 <= index < len(modules):
-            raise ValueError(f"primal_layers has {index}, but this model's self-attention layers are 0..{len(modules) - 1}")
+            raise ValueError(
+                f"primal_layers has {index}, but this model's self-attention layers are 0..{len(modules) - 1}"
+            )
         module: Any = modules[index][1]
         if getattr(module, "is_causal", False):
             raise ValueError(f"layer {index} ({modules[index][0]}) is causal, which Primal-Attention layers are not")
@@ -106,22 +108,22 @@ def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class PrimalMixin:
+class PrimalMixin(PreTrainedModel):
     """Installs the replaced layers, owns their initialisation and adds the KSVD loss."""
 
     accepts_loss_kwargs = False  # Trainer then averages micro-batches itself: accumulation does not scale the loss
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward = with_ksvd_loss(cls.forward)  # type: ignore[attr-defined]
+        cls.forward = with_ksvd_loss(cls.forward)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        install(self)  # type: ignore[arg-type]
-        for module in self.modules():  # type: ignore[attr-defined]
+        install(self)
+        for module in self.modules():
             if isinstance(module, PreTrainedModel):
-                module._init_weights = MethodType(_init_weights, module)
-        self.post_init()  # type: ignore[attr-defined]
+                module._init_weights = MethodType(_init_weights, module)  # type: ignore[method-assign]
+        self.post_init()
 
 
 def auto_heads(base_type: str) -> dict[str, str]:
@@ -141,14 +143,15 @@ def __getattr__(name: str) -> type:
     base = getattr(transformers, base_name, None) if name.startswith("Primal") and base_name else None
     if not (isinstance(base, type) and issubclass(base, PreTrainedModel)):
         raise AttributeError(f"{name}: transformers {transformers.__version__} has no model class {base_name!r}")
-    autos = [auto for auto, known in auto_heads(base.config_class.model_type).items() if known == base_name]
+    config_class: Any = base.config_class
+    autos = [auto for auto, known in auto_heads(config_class.model_type).items() if known == base_name]
     made = type(
         name,
         (PrimalMixin, base),
         {
             "__module__": __name__,
             "__doc__": f"{base_name} with Primal-Attention in the layers that config.primal_layers names.",
-            "config_class": primal_config_class(base.config_class),
+            "config_class": primal_config_class(config_class),
             "_auto_class": autos[0] if autos else "AutoModel",
         },
     )

@@ -50,7 +50,23 @@ class PrimalSettings:
     ksvd_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        """Fill in what was left open, then check."""
+        """Check, and fill in what was left open."""
+        landmark = self.feature_map == "landmark"
+        banded = self.readout == "values" and landmark and self.nonnegative is not False
+        self._check_choices(landmark, banded)
+        fitting = {"nonnegative": landmark, "features": 32 if landmark else None, "window": 16 if banded else 0}
+        for name, value in fitting.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name, least in (("rank", 1), ("features", 1), ("window", 0), ("rank_multi", 1), ("ksvd_weight", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.features is not None and self.rank > self.features:
+            raise ValueError(f"rank must be 1..{self.features} (features), got {self.rank}")
+
+    def _check_choices(self, landmark: bool, banded: bool) -> None:
+        """Refuse words that are not known and choices that do not go together."""
         allowed = {
             "feature_map": ("landmark", "cosine"),
             "weights": ("fixed", "sampled"),
@@ -59,7 +75,6 @@ class PrimalSettings:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be {' or '.join(values)}, got {getattr(self, name)!r}")
-        landmark = self.feature_map == "landmark"
         if not landmark and self.features is not None:
             raise ValueError("features is for feature_map landmark (cosine has as many as the head has dimensions)")
         if self.weights == "sampled" and landmark:
@@ -68,21 +83,8 @@ class PrimalSettings:
             raise ValueError("nonnegative needs feature_map landmark (cosine features change sign)")
         if self.shared_out_map and self.readout != "scores":
             raise ValueError("shared_out_map needs readout scores")
-        if self.nonnegative is None:
-            object.__setattr__(self, "nonnegative", landmark)
-        if landmark and self.features is None:
-            object.__setattr__(self, "features", 32)
-        banded = self.readout == "values" and bool(self.nonnegative)
         if self.window and not banded:
             raise ValueError(f"window {self.window} needs readout values and non-negative factors; use window 0")
-        if self.window is None:
-            object.__setattr__(self, "window", 16 if banded else 0)
-        for name, least in (("rank", 1), ("features", 1), ("window", 0), ("rank_multi", 1), ("ksvd_weight", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
-        if landmark and self.features is not None and self.rank > self.features:
-            raise ValueError(f"rank must be 1..{self.features} (features), got {self.rank}")
 
     @classmethod
     def paper(cls, **changes: object) -> "PrimalSettings":
@@ -102,6 +104,9 @@ class PrimalAttention(nn.Module):
     Raises:
         ValueError: a rank above the head dim for the cosine map with fixed weights.
     """
+
+    shift: Tensor
+    coupling: Tensor
 
     def __init__(self, heads: int, head_dim: int, settings: PrimalSettings) -> None:
         super().__init__()
@@ -176,7 +181,7 @@ class PrimalAttention(nn.Module):
     def context_and_scores(
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, scaling: float | None = None
     ) -> tuple[Tensor | None, Tensor]:
-        """c (B, H, N, d), None for the scores read-out, and the scores [e; r] (B, H, N, 2s).
+        """C (B, H, N, d), None for the scores read-out, and the scores [e; r] (B, H, N, 2s).
 
         Both in float32 or better. Arguments as for `forward`. Source: equation 6; c is ours (design, section 2).
         """
@@ -298,7 +303,7 @@ class PrimalAttention(nn.Module):
 
 
 def sample_positions(tokens: int, slots: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """n = min(slots, N) evenly spaced valid tokens of each sequence (section 4.2 of the paper).
+    """N = min(slots, N) evenly spaced valid tokens of each sequence (section 4.2 of the paper).
 
     Args:
         tokens: padded length.
@@ -362,4 +367,5 @@ def primal_attention_forward(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return module.primal(query, key, value, key_padding(attention_mask, key.shape[-2]), scaling), None
+    primal: PrimalAttention = module.primal  # type: ignore[assignment]
+    return primal(query, key, value, key_padding(attention_mask, key.shape[-2]), scaling), None

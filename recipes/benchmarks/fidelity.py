@@ -11,10 +11,10 @@ import argparse
 import csv
 import json
 import platform
-import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,12 +28,12 @@ from transformers import AutoModel, AutoTokenizer
 from hf_primal import PrimalSettings, __version__
 from hf_primal.convert.calibration import mixed_lengths
 from hf_primal.convert.cli import demo_folder
-from hf_primal.convert.pipeline import fit_layers, refine_layers, split_batches
-from hf_primal.initialise import Readout
+from hf_primal.convert.pipeline import split_batches
+from hf_primal.initialise import initialise_layers, solve_readouts
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.primal_attention import PrimalAttention
 from hf_primal.observe import Replay
-from hf_primal.report import LayerReport
+from hf_primal.refine import refine
 from hf_primal.surgery import build_converted
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.json"
@@ -75,7 +75,9 @@ class Judge:
         rows: list[Any] = [None] * len(texts)
         for start in range(0, len(order), 64):
             chosen = order[start : start + 64]
-            batch = self.tokenizer([texts[i] for i in chosen], truncation=True, max_length=402, padding=True, return_tensors="pt")
+            batch = self.tokenizer(
+                [texts[i] for i in chosen], truncation=True, max_length=402, padding=True, return_tensors="pt"
+            )
             with torch.no_grad():
                 hidden = model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None]
@@ -109,17 +111,13 @@ def start_values(start: str, primals: dict[int, PrimalAttention], replay: Replay
                     primal.state_dict()[name].copy_(value)
             elif start == "band alone":
                 primal.We.zero_()
-        if start == "band alone":
-            readouts = {index: Readout(primal) for index, primal in primals.items()}
-            for batch in replay:
-                for index, calls in batch.items():
-                    for states in calls:
-                        readouts[index].update(states)
-            for readout in readouts.values():
-                readout.solve()
+    if start == "band alone":
+        solve_readouts(primals, replay)
 
 
-def measure_row(name: str, teacher: Any, tokenizer: Any, passages: list[str], judge: Judge, seed: int) -> dict[str, Any]:
+def measure_row(
+    name: str, teacher: Any, tokenizer: Any, passages: list[str], judge: Judge, seed: int
+) -> dict[str, Any]:
     """All starts and step counts of one row of the table."""
     layers, settings = ROWS[name]
     chosen = choose_layers(teacher, layers)
@@ -127,7 +125,7 @@ def measure_row(name: str, teacher: Any, tokenizer: Any, passages: list[str], ju
     replay = Replay(teacher, {index: module for index, (_, module) in chosen.items()}, batches, 2_000_000_000)
     row: dict[str, Any] = {"layers": layers, "settings": asdict(settings)}
     begin = time.perf_counter()
-    fitted, reports = fit_layers(chosen, replay, settings, torch.Generator().manual_seed(seed), lambda *_: None)
+    fitted, _ = initialise_layers(chosen, replay, settings, torch.Generator().manual_seed(seed))
     row["closed_form_seconds"] = round(time.perf_counter() - begin, 1)
     saved = {index: {k: v.clone() for k, v in primal.state_dict().items()} for index, primal in fitted.items()}
     starts = ("band alone",) if "removed" in name else ("svd", "random")
@@ -139,8 +137,8 @@ def measure_row(name: str, teacher: Any, tokenizer: Any, passages: list[str], ju
             start_values(start, fitted, replay)
             begin = time.perf_counter()
             if steps:
-                unused = {index: LayerReport(**asdict(report)) for index, report in reports.items()}
-                refine_layers(fitted, unused, replay, steps, torch.Generator().manual_seed(seed), lambda *_: None)
+                refine(fitted, replay, steps, torch.Generator().manual_seed(seed))
+                solve_readouts(fitted, replay)
             seconds = time.perf_counter() - begin
             result = judge(build_converted(teacher, fitted, settings)) | {"refine_seconds": round(seconds, 1)}
             row[f"{start}, {steps} steps"] = result
@@ -150,24 +148,22 @@ def measure_row(name: str, teacher: Any, tokenizer: Any, passages: list[str], ju
 
 def peak_memory(samples: int, data: Path) -> float:
     """Peak resident megabytes of a closed-form conversion with 0.1 GB of kept states, in a process of its own."""
-    code = (
-        "import resource, sys; from hf_primal.convert.cli import main; "
-        "main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, file=sys.stderr)"
+    script = (
+        "import resource, sys; from hf_primal.convert.cli import main; main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
     )
-    text = str(data / "wikitext2/valid.txt")
-    options = ["--demo", "--calibration", text, "--samples", str(samples), "--memory", "0.1", "--refine-steps", "0"]
-    child = subprocess.run(
-        [sys.executable, "-c", code, *options, "--output", str(RESULTS.parent / f"peak-{samples}"), "--dry-run"][:-1] + ["--quiet"],
-        capture_output=True, text=True, check=True,
-    )
-    return round(float(child.stderr.split()[-1]))
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--demo", "--calibration", str(data / "wikitext2/valid.txt"), "--samples", str(samples)]
+        options += ["--memory", "0.1", "--refine-steps", "0", "--quiet", "--output", f"{folder}/converted"]
+        call = [sys.executable, "-c", script, *options]
+        return round(float(subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()[-1]))
 
 
 def main() -> None:
     """Measure every row and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), help="measure these rows alone")
+    parser.add_argument("--rows", nargs="*", default=[], choices=list(ROWS), help="measure these rows alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -180,7 +176,8 @@ def main() -> None:
     results |= {
         "teacher_sts_spearman": round(judge.spearman(judge.teacher[0]), 4),
         "model": "sentence-transformers/all-MiniLM-L6-v2",
-        "calibration": "300 passages of WikiText-2 valid, half paragraphs, half sentences, at most 192 tokens; a tenth held out",
+        "calibration": "300 passages of WikiText-2 valid, half paragraphs, half sentences, cut to 192 tokens, of which "
+        "30 are held out; seen one by one and joined to 384 tokens",
         "documents": len(judge.documents),
         "command": shlex.join(["python", "recipes/benchmarks/fidelity.py", "--data-dir", "DIR"]),
         "seed": options.seed,
@@ -189,7 +186,9 @@ def main() -> None:
         "machine": platform.machine(),
         "versions": {"hf_primal": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    for name in options.rows:
+    if not options.rows:
+        results["peak_megabytes"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 600, 2400)}
+    for name in options.rows or ROWS:
         results["rows"][name] = measure_row(name, teacher, tokenizer, passages, judge, options.seed)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,0 +1,112 @@
+"""Observed attention to We and Wr: truncated SVD in feature space, and non-negative factors from it.
+
+Letters: H heads, p feature dim, s rank.
+
+Source: the singular vectors are the paper's (theorem 3.2); the whitening by the features' second moments and the
+non-negative factors (NNDSVD start, multiplicative updates) are ours.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.moments import Moments, SlotMoments
+
+FLOOR = 1e-6  # eigenvalues below this part of the largest count as noise
+UPDATES = 300  # multiplicative updates of the non-negative factors
+
+
+def roots(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and inverse square root of symmetric matrices, eigenvalues floored to a part of the largest."""
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp(min=(values[..., -1:] * FLOOR).clamp(min=torch.finfo(gram.dtype).tiny))
+    root = values.sqrt().unsqueeze(-2)
+    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
+
+
+def truncated_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S and V of finite matrices; from eigenvectors of A^T A, with a warning, where the SVD fails to converge."""
+    try:
+        U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+        return U, S, Vh.mT
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        warnings.warn(
+            "the SVD did not converge; using the eigenvectors of A^T A, good to half the digits", stacklevel=2
+        )
+        values, V = torch.linalg.eigh(matrix.mT @ matrix)
+        S, V = values.clamp(min=0).sqrt().flip(-1), V.flip(-1)
+        return (matrix @ V) / S.clamp(min=1e-30).unsqueeze(-2), S, V
+
+
+def singular_factors(moments: Moments, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rank-s truncated SVD of the observed attention in feature space.
+
+    Args:
+        moments: of one layer.
+        rank: s, 1..p.
+
+    Returns:
+        We = C_q^{-1/2} U_s S_s^{1/2} and Wr = C_k^{-1/2} V_s S_s^{1/2}, (H, p, s); all singular values (H, p).
+
+    Source: theorem 3.2 (singular vectors of the kernel); the whitening by the features' second moments is ours.
+    """
+    _, white_q = roots(moments.gram_q / moments.pairs)
+    _, white_k = roots(moments.gram_k / moments.pairs)
+    U, S, V = truncated_svd(white_q @ (moments.cross / moments.pairs) @ white_k)
+    root = S[:, None, :rank].sqrt()
+    return white_q @ U[..., :rank] * root, white_k @ V[..., :rank] * root, S
+
+
+def nonnegative_factors(moments: Moments, We: Tensor, Wr: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest non-negative factors: NNDSVD start from the signed ones, then multiplicative updates.
+
+    The updates lower || Psi_q We Wr^T Psi_k^T - T ||^2, which the moments give without the data.
+    """
+    parts = [(We.clamp(min=0), Wr.clamp(min=0)), ((-We).clamp(min=0), (-Wr).clamp(min=0))]
+    sizes = [w.square().sum(-2, keepdim=True) * r.square().sum(-2, keepdim=True) for w, r in parts]
+    We, Wr = (torch.where(sizes[0] >= sizes[1], plus, minus) for plus, minus in zip(*parts, strict=True))
+    We, Wr = (w + 1e-2 * w.mean((-2, -1), keepdim=True) + 1e-12 for w in (We, Wr))  # a zero could never grow
+    cross, gram_q, gram_k = (x / moments.pairs for x in (moments.cross, moments.gram_q, moments.gram_k))
+    for _ in range(UPDATES):
+        We = We * (cross @ Wr) / (gram_q @ We @ (Wr.mT @ gram_k @ Wr)).clamp(min=1e-30)
+        Wr = Wr * (cross.mT @ We) / (gram_k @ Wr @ (We.mT @ gram_q @ We)).clamp(min=1e-30)
+    e_power, r_power = (w.mul(gram @ w).sum(-2, keepdim=True) for w, gram in ((We, gram_q), (Wr, gram_k)))
+    balance = (r_power / e_power.clamp(min=1e-30)).clamp(1e-12, 1e12) ** 0.25
+    return We * balance, Wr / balance
+
+
+def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> tuple[Tensor, float]:
+    """Write We and Wr into the layer.
+
+    Returns:
+        Singular values of the observed attention, (H, p or slots), largest first, and the part of its energy (sum
+        of squares) that the rank keeps, 0..1, mean over heads: for fixed weights of all that was observed, so that
+        what the features cannot express counts as lost.
+
+    Raises:
+        ValueError: no far pairs were seen, or the attention was not finite.
+    """
+    rank = primal.settings.rank
+    if isinstance(moments, SlotMoments):
+        U, S, V = truncated_svd(moments.total / moments.count.clamp(min=1))
+        We, Wr = V[..., :rank], U[..., :rank]
+        Wr = Wr * torch.where((We * Wr).sum(-2, keepdim=True) < 0, -1.0, 1.0)  # W_o absorbs the sign; J needs the trace
+        kept, observed = S[:, :rank].square().sum(-1), S.square().sum(-1)
+    else:
+        if not moments.pairs:
+            raise ValueError(
+                f"every calibration passage is shorter than the window of {primal.settings.window} tokens, so there is "
+                "no far attention to learn from; give longer passages or use --window 0"
+            )
+        if not moments.cross.isfinite().all():
+            raise ValueError("the observed attention is not finite; try --dtype float32")
+        We, Wr, S = singular_factors(moments, rank)
+        kept, observed = S[:, :rank].square().sum(-1), moments.energy / moments.pairs
+        if primal.settings.nonnegative:
+            We, Wr = nonnegative_factors(moments, We, Wr)
+    with torch.no_grad():
+        primal.We.copy_(We)
+        primal.Wr.copy_(Wr)
+    return S, float((kept / observed.clamp(min=1e-30)).clamp(max=1.0).mean())

@@ -1,0 +1,80 @@
+"""Streaming statistics of the observed attention; never more of it in memory than a chunk of rows.
+
+Letters: H heads, N tokens, d head dim, p feature dim, s rank. Sums are float64 (float32 where the device has none).
+"""
+
+import torch
+
+from hf_primal.modeling.primal_attention import PrimalAttention, sample_positions
+from hf_primal.observe import States
+
+ROWS = 256  # attention rows held at once
+
+
+def best_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Moments:
+    """Streaming statistics of one layer's observed attention, seen through the features.
+
+    T_ij is what the far kernel has to be: exp(q_i . k_j - log_sum_i) for far pairs and 0 in the band for
+    non-negative factors, N_i A_ij (A the softmax attention) for signed ones. Sums run over valid pairs:
+    cross = sum psi_q T psi_k^T, gram_q = sum psi_q psi_q^T weighted by each row's far partners, gram_k likewise,
+    all (H, p, p); energy = sum T^2, (H,).
+    """
+
+    def __init__(self, primal: PrimalAttention) -> None:
+        self.primal = primal
+        heads, dim = primal.We.shape[:2]
+        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
+        self.cross, self.gram_q, self.gram_k = (torch.zeros(heads, dim, dim, **exact) for _ in range(3))  # type: ignore[call-overload]
+        self.energy = torch.zeros(heads, **exact)  # type: ignore[call-overload]
+        self.pairs = 0.0
+
+    def update(self, states: States) -> None:
+        """Add one call of the layer."""
+        settings = self.primal.settings
+        precise = torch.promote_types(states.query.dtype, torch.float32)
+        q, k = states.query.to(precise) * states.scaling, states.key.to(precise)
+        psi_q, psi_k, log_sum = self.primal.feature_maps(q, k)
+        hidden = ~states.valid[:, None, :, None]
+        psi_q, psi_k = psi_q.masked_fill(hidden, 0.0), psi_k.masked_fill(hidden, 0.0)
+        positions = torch.arange(q.shape[-2], device=q.device)
+        far = (positions[:, None] - positions).abs() >= (settings.window or 0)
+        far = far & states.valid[:, None, :] & states.valid[:, :, None]  # (B, N, N) of booleans
+        for rows in positions.split(ROWS):
+            scores = q[:, :, rows] @ k.mT
+            hide = ~far[:, None, rows]
+            if settings.nonnegative:
+                target = (scores - log_sum[:, :, rows]).masked_fill(hide, float("-inf")).clamp(max=30.0).exp()  # type: ignore[index]
+            else:
+                attention = scores.masked_fill(hide, torch.finfo(precise).min).softmax(-1)
+                target = (attention * states.valid.sum(-1)[:, None, None, None]).masked_fill(hide, 0.0)
+            self.cross += (psi_q[:, :, rows].mT @ (target @ psi_k)).sum(0)
+            self.energy += target.square().sum((0, 2, 3))
+        partners = far.sum(-1).to(precise)[:, None, :, None]
+        self.gram_q += ((psi_q * partners).mT @ psi_q).sum(0)
+        self.gram_k += ((psi_k * partners).mT @ psi_k).sum(0)
+        self.pairs += float(partners.sum())
+
+
+class SlotMoments:
+    """Streaming mean of the observed attention between the sampled positions, for the paper's sampled weights."""
+
+    def __init__(self, primal: PrimalAttention) -> None:
+        heads, slots = primal.We.shape[:2]
+        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
+        self.total, self.count = torch.zeros(heads, slots, slots, **exact), torch.zeros(slots, slots, **exact)  # type: ignore[call-overload]
+
+    def update(self, states: States) -> None:
+        """Add one call of the layer."""
+        q, k = states.query.float() * states.scaling, states.key.float()
+        index, used = sample_positions(q.shape[-2], len(self.count), states.valid, q.device)
+        rows = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
+        scores = (rows @ k.mT).masked_fill(~states.valid[:, None, None], torch.finfo(q.dtype).min)
+        columns = index[:, None, None].expand(-1, *scores.shape[1:3], -1)
+        pairs = (used[:, :, None] & used[:, None]).to(q.dtype)
+        self.total += (scores.softmax(-1).gather(-1, columns) * pairs[:, None]).sum(0)
+        self.count += pairs.sum(0)

@@ -1,0 +1,106 @@
+"""The read-out in closed form: ridge regression of the teacher's head outputs, and Lambda and coupling for J = 0.
+
+Letters: H heads, d head dim, p feature dim, s rank. Source: ours; J is equation 10 of the paper.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_primal.factors import FLOOR
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.moments import best_float
+from hf_primal.observe import States
+
+RIDGE = 1e-2  # ridge strength relative to the mean power
+
+
+def coupling_of(gram_q: Tensor, gram_k: Tensor, We: Tensor, Wr: Tensor) -> Tensor:
+    """Generalised inverse, transposed, of We Wr^T in the metric of the features, so that We^T coupling Wr = I.
+
+    Args:
+        gram_q: second moments of psi_q, (H, p, p), at any scale.
+        gram_k: of psi_k.
+        We: (H, p, s); directions that carry next to nothing are left out of the identity.
+        Wr: likewise.
+    """
+    left, right = gram_q @ We, gram_k @ Wr
+    inverse_e, inverse_r = (torch.linalg.pinv(x, rtol=FLOOR, hermitian=True) for x in (We.mT @ left, Wr.mT @ right))
+    return left @ inverse_e @ inverse_r @ right.mT
+
+
+class Readout:
+    """Streaming ridge regression of the teacher's head outputs on [c, e, r, 1], per head."""
+
+    def __init__(self, primal: PrimalAttention) -> None:
+        self.primal = primal
+        heads, dim = primal.Lambda.shape[0], primal.out_map.shape[-1]
+        self.context = dim if primal.settings.readout == "values" else 0
+        size = self.context + 2 * primal.settings.rank + 1
+        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
+        self.gram = torch.zeros(heads, size, size, **exact)  # type: ignore[call-overload]
+        self.cross = torch.zeros(heads, size, dim, **exact)  # type: ignore[call-overload]
+        self.power = torch.zeros(heads, **exact)  # type: ignore[call-overload]
+        self.squares = torch.zeros(heads, 2 * primal.settings.rank, **exact)  # type: ignore[call-overload]
+        self.features: tuple[Tensor, Tensor] | None = None
+        if primal.settings.weights == "fixed":
+            shape = primal.coupling.shape
+            self.features = torch.zeros(shape, **exact), torch.zeros(shape, **exact)  # type: ignore[call-overload]
+
+    def update(self, states: States) -> None:
+        """Add one call of the layer."""
+        context, scores = self.primal.context_and_scores(
+            states.query, states.key, states.value, states.valid, states.scaling
+        )
+        self.squares += scores.square().sum((0, 2))  # zero at padding
+        if self.features is not None:
+            q, k = states.query.float() * states.scaling, states.key.float()
+            hidden = ~states.valid[:, None, :, None]
+            psi_q, psi_k, _ = self.primal.feature_maps(q, k)
+            for gram, psi in zip(self.features, (psi_q, psi_k), strict=True):
+                psi = psi.masked_fill(hidden, 0.0)
+                gram += (psi.mT @ psi).sum(0)
+        ones = torch.ones_like(scores[..., :1])
+        scores = self.primal.readable(scores)
+        seen = torch.cat([scores, ones] if context is None else [context, scores, ones], -1)
+        mask = states.valid.flatten()
+        seen, answer = (x.transpose(0, 1).flatten(1, 2)[:, mask].to(self.gram.dtype) for x in (seen, states.output))
+        self.gram += seen.mT @ seen
+        self.cross += seen.mT @ answer
+        self.power += answer.square().sum((-2, -1))
+
+    def solve(self) -> float:
+        """Write W_v, W_o, b, coupling and Lambda into the layer; the relative squared output error on what was seen.
+
+        The ridge pulls towards the attention-like answer o = c (the values read-out) or 0 (the scores read-out).
+        Lambda makes every component of J zero on the calibration tokens: Lambda^2 = 2 trace / (e^2 + r^2).
+        """
+        primal, c, s = self.primal, self.context, self.primal.settings.rank
+        prior = torch.zeros_like(self.cross)
+        prior[:, :c] = torch.eye(c, prior.shape[-1], dtype=prior.dtype, device=prior.device)
+        gram, cross = self.gram, self.cross - self.gram @ prior
+        if primal.settings.shared_out_map:
+            gram, cross = gram.sum(0, keepdim=True), cross.sum(0, keepdim=True)
+        blocks = gram.diagonal(dim1=-2, dim2=-1).split([c, s, s, 1], -1)  # each to its own mean power, not per column
+        scale = torch.cat([x.mean(-1, keepdim=True).expand_as(x) if x.shape[-1] else x for x in blocks], -1)
+        scale = scale.sqrt().clamp(min=1e-12).unsqueeze(-1)
+        unit = gram / scale / scale.mT + RIDGE * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        solution = prior + torch.linalg.solve(unit, cross / scale) / scale
+        tokens = self.gram[:, -1, -1].unsqueeze(-1)
+        squares = self.squares.unflatten(-1, (2, s)).sum(-2) / tokens
+        with torch.no_grad():
+            if self.features is not None:
+                We, Wr = (w.detach().to(squares.dtype) for w in (primal.We, primal.Wr))
+                if primal.settings.nonnegative:
+                    We, Wr = We.abs(), Wr.abs()
+                primal.coupling.copy_(coupling_of(*self.features, We, Wr))
+            trace = primal.traces(squares.dtype)
+            if c:
+                primal.value_map.copy_(solution[:, :c])
+            shared = solution[:1] if primal.settings.shared_out_map else solution
+            primal.out_map.copy_(shared[:, c:-1])
+            primal.out_bias.copy_(shared[:, -1:])
+            primal.Lambda.copy_((2 * trace / squares.clamp(min=1e-30)).clamp(min=0.0).sqrt())
+        error = (
+            self.power - 2 * (solution * self.cross).sum((-2, -1)) + (solution * (self.gram @ solution)).sum((-2, -1))
+        )
+        return float((error.sum() / self.power.sum().clamp(min=1e-30)).clamp(min=0.0))
