@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_primal.convert.hub import HUB_ID, first_line, go_offline_without_hub
+
 TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+HUB_ROWS = 5000  # of a hub dataset, streamed
 
 
 def read_passages(source: str | None, column: str | None = None) -> list[str]:
@@ -70,38 +73,46 @@ def split_text(text: str) -> list[str]:
 
 def read_column(source: str, column: str | None) -> list[str]:
     """The text column of a table, a saved dataset or a hub dataset."""
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
-    path = Path(source)
-    datasets.disable_progress_bars()
-    try:
-        if path.is_file():
-            table = datasets.load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train")
-        elif path.is_dir():
-            table = datasets.load_from_disk(source)
-        else:
-            table = datasets.load_dataset(source)
-    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"--calibration {source!r} is neither a file, a folder saved by datasets, nor a dataset that the hub gives"
-        ) from error
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"--calibration {source} cannot be read: {error.__cause__ or error}") from error
-    if isinstance(table, datasets.DatasetDict):
-        table = table["train"] if "train" in table else next(iter(table.values()))
+    table = open_table(source)
     texts = [name for name, kind in table.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    known = ", ".join(texts) or "none"
     if column is None and len(texts) != 1:
         raise ValueError(
-            f"--calibration {source} has {len(texts)} text columns ({', '.join(texts) or 'none'}); "
-            "choose one with --text-column"
+            f"--calibration {source} has {len(texts)} text columns ({known}); choose one with --text-column"
         )
     column = column or texts[0]
     if column not in texts:
-        raise ValueError(
-            f"--text-column {column!r} is not a text column of {source}; it has {', '.join(texts) or 'none'}"
-        )
+        raise ValueError(f"--text-column {column!r} is not a text column of {source}; it has {known}")
     return list(table[column])
+
+
+def open_table(source: str) -> Any:
+    """A file, a folder saved by datasets, or the first `HUB_ROWS` rows of a hub dataset, as a datasets.Dataset."""
+    path = Path(source)
+    hub = not path.exists()
+    if hub:
+        if path.suffix.lower() in (*TABLES, ".txt") or not HUB_ID.fullmatch(source):
+            raise ValueError(f"--calibration {source!r} is neither a file, nor a folder, nor a hub dataset id")
+        go_offline_without_hub()
+    import datasets  # after the hub was looked for, because it reads the answer when it is imported
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    datasets.disable_progress_bars()
+    try:
+        if hub:
+            table = datasets.load_dataset(source, streaming=True)
+        elif path.is_dir():
+            table = datasets.load_from_disk(source)
+        else:
+            table = datasets.load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train")
+        if isinstance(table, dict):
+            table = table["train"] if "train" in table else next(iter(table.values()))
+        return datasets.Dataset.from_list(list(table.take(HUB_ROWS))) if hub else table
+    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
+        where = "a dataset that the hub gives" if hub else "a folder saved by datasets"
+        raise ValueError(f"--calibration {source!r} is not {where}: {first_line(error)}") from error
+    except DatasetGenerationError as error:
+        raise ValueError(f"--calibration {source} cannot be read: {first_line(error.__cause__ or error)}") from error
 
 
 def mixed_lengths(passages: Sequence[str], samples: int, seed: int) -> list[str]:

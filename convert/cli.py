@@ -9,18 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_primal import __version__
-from hf_primal.convert.config import DEMO_MODEL, ConvertConfig
-
-TASKS = (
-    "auto",
-    "backbone",
-    "masked-lm",
-    "sequence-classification",
-    "token-classification",
-    "question-answering",
-    "multiple-choice",
-    "pretraining",
-)
+from hf_primal.convert.config import DEMO_MODEL, TASKS, ConvertConfig
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="output matching after the closed form; 0 for none",
     )
-    add("--task", choices=TASKS, default=defaults.task, help="head to keep; auto: the checkpoint's own")
+    add("--task", choices=("auto", *TASKS), default=defaults.task, help="head to keep; auto: the checkpoint's own")
     add("--revision", metavar="REV", help="hub revision of MODEL")
     add("--trust-remote-code", action="store_true", help="run code that comes with MODEL")
     add("--device", default=defaults.device, help="auto, cpu, cuda, ...")

@@ -5,6 +5,15 @@ from pathlib import Path
 
 from hf_primal.modeling.primal_attention import PrimalSettings
 
+TASKS = {
+    "backbone": "AutoModel",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "pretraining": "AutoModelForPreTraining",
+}
 DEMO_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 

@@ -1,9 +1,5 @@
 """A model's name to the teacher and its tokenizer, with the head that its checkpoint was made for."""
 
-import os
-import re
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +10,9 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hf_primal.convert.config import TASKS
+from hf_primal.convert.hub import HUB_ID, first_line, go_offline_without_hub
 from hf_primal.modeling.modeling_primal import auto_heads
-
-TASKS = {
-    "backbone": "AutoModel",
-    "masked-lm": "AutoModelForMaskedLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "pretraining": "AutoModelForPreTraining",
-}
 
 
 @dataclass
@@ -43,7 +31,7 @@ def load_config(model: str, revision: str | None, trust_remote_code: bool) -> Pr
         ValueError: neither of the two, in one line.
     """
     if not Path(model).is_dir():
-        if Path(model).is_file() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
+        if Path(model).is_file() or not HUB_ID.fullmatch(model):
             raise ValueError(f"{model!r} is neither a folder nor a hub id such as bert-base-uncased or user/name")
         go_offline_without_hub()
     elif not (Path(model) / "config.json").is_file():
@@ -58,25 +46,6 @@ def load_config(model: str, revision: str | None, trust_remote_code: bool) -> Pr
         else:
             reason = f"the hub gave: {first_line(error)}"
         raise ValueError(f"cannot load {model!r}: there is no such folder here, and {reason}") from error
-
-
-def go_offline_without_hub(timeout: float = 3.0) -> None:
-    """Use the local cache alone when the hub does not answer, so that an unknown id fails in seconds, not a minute."""
-    hub = huggingface_hub.constants
-    if hub.HF_HUB_OFFLINE:
-        return
-    try:
-        urllib.request.urlopen(urllib.request.Request(hub.ENDPOINT, method="HEAD"), timeout=timeout).close()
-    except urllib.error.HTTPError:
-        return  # an answer is an answer
-    except OSError:
-        hub.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def model_class(config: PreTrainedConfig, task: str) -> tuple[type[Any], list[str]]:

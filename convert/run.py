@@ -21,7 +21,7 @@ from hf_primal.modeling.modeling_primal import head_shape, self_attention_module
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 
 BUILT_IN = (
-    "calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
+    "Calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
 )
 
 
@@ -61,7 +61,7 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     name = config.base_model or config.model
     console.print(
         f"[bold]{name}[/bold]: {type(teacher.model).__name__}, layers {config.layers}, "
-        f"{teacher.model.dtype}, {teacher.model.device}"
+        f"{str(teacher.model.dtype).removeprefix('torch.')}, {teacher.model.device}"
     )
     with view.progress(console) as tell:
         converted, report = convert_model(

@@ -77,13 +77,12 @@ def nonnegative_factors(moments: Moments, We: Tensor, Wr: Tensor) -> tuple[Tenso
     return We * balance, Wr / balance
 
 
-def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> tuple[Tensor, float]:
+def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> Tensor:
     """Write We and Wr into the layer.
 
     Returns:
-        Singular values of the observed attention, (H, p or slots), largest first, and the part of its energy (sum
-        of squares) that the rank keeps, 0..1, mean over heads: for fixed weights of all that was observed, so that
-        what the features cannot express counts as lost.
+        The part of the observed attention's energy (sum of squares) in each singular component, (p or slots,),
+        largest first, mean over heads. For fixed weights the rest to 1 is what the features cannot express.
 
     Raises:
         ValueError: no far pairs were seen, or the attention was not finite.
@@ -93,7 +92,7 @@ def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> tupl
         U, S, V = truncated_svd(moments.total / moments.count.clamp(min=1))
         We, Wr = V[..., :rank], U[..., :rank]
         Wr = Wr * torch.where((We * Wr).sum(-2, keepdim=True) < 0, -1.0, 1.0)  # W_o absorbs the sign; J needs the trace
-        kept, observed = S[:, :rank].square().sum(-1), S.square().sum(-1)
+        observed = S.square().sum(-1)
     else:
         if not moments.pairs:
             raise ValueError(
@@ -103,10 +102,10 @@ def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> tupl
         if not moments.cross.isfinite().all():
             raise ValueError("the observed attention is not finite; try --dtype float32")
         We, Wr, S = singular_factors(moments, rank)
-        kept, observed = S[:, :rank].square().sum(-1), moments.energy / moments.pairs
+        observed = moments.energy / moments.pairs
         if primal.settings.nonnegative:
             We, Wr = nonnegative_factors(moments, We, Wr)
     with torch.no_grad():
         primal.We.copy_(We)
         primal.Wr.copy_(Wr)
-    return S, float((kept / observed.clamp(min=1e-30)).clamp(max=1.0).mean())
+    return (S.square() / observed.clamp(min=1e-30).unsqueeze(-1)).mean(0)

@@ -81,14 +81,14 @@ def initialise_layers(
     moments = {index: kind(primal) for index, primal in primals.items()}
     gather(moments, replay, tell, 2)
     for index, primal in primals.items():
-        values, energy = fit_factors(primal, moments[index])
+        spectrum = fit_factors(primal, moments[index])
         reports[index] = LayerReport(
             index=index,
             name=chosen[index][0],
             heads=primal.Lambda.shape[0],
             head_dim=primal.out_map.shape[-1],
-            singular_values=values.mean(0).tolist(),
-            energy=energy,
+            spectrum=spectrum.tolist(),
+            energy=min(float(spectrum[: settings.rank].sum()), 1.0),
         )
     for index, error in solve_readouts(primals, replay, tell).items():
         reports[index].error_closed_form = error

@@ -8,7 +8,7 @@ import torch
 from hf_primal.modeling.primal_attention import PrimalAttention, sample_positions
 from hf_primal.observe import States
 
-ROWS = 256  # attention rows held at once
+CHUNK = 2**24  # entries of the attention matrix held at once
 
 
 def best_float(device: torch.device) -> torch.dtype:
@@ -41,12 +41,13 @@ class Moments:
         psi_q, psi_k, log_sum = self.primal.feature_maps(q, k)
         hidden = ~states.valid[:, None, :, None]
         psi_q, psi_k = psi_q.masked_fill(hidden, 0.0), psi_k.masked_fill(hidden, 0.0)
-        positions = torch.arange(q.shape[-2], device=q.device)
-        far = (positions[:, None] - positions).abs() >= (settings.window or 0)
-        far = far & states.valid[:, None, :] & states.valid[:, :, None]  # (B, N, N) of booleans
-        for rows in positions.split(ROWS):
+        positions, partners = torch.arange(q.shape[-2], device=q.device), []
+        for rows in positions.split(max(CHUNK // (q.shape[0] * q.shape[1] * q.shape[2]), 1)):
             scores = q[:, :, rows] @ k.mT
-            hide = ~far[:, None, rows]
+            far = (positions[rows, None] - positions).abs() >= (settings.window or 0)
+            far = far & states.valid[:, None, :] & states.valid[:, rows, None]
+            partners.append(far.sum(-1))
+            hide = ~far[:, None]
             if settings.nonnegative:
                 target = (scores - log_sum[:, :, rows]).masked_fill(hide, float("-inf")).clamp(max=30.0).exp()  # type: ignore[index]
             else:
@@ -54,10 +55,10 @@ class Moments:
                 target = (attention * states.valid.sum(-1)[:, None, None, None]).masked_fill(hide, 0.0)
             self.cross += (psi_q[:, :, rows].mT @ (target @ psi_k)).sum(0)
             self.energy += target.square().sum((0, 2, 3))
-        partners = far.sum(-1).to(precise)[:, None, :, None]
-        self.gram_q += ((psi_q * partners).mT @ psi_q).sum(0)
-        self.gram_k += ((psi_k * partners).mT @ psi_k).sum(0)
-        self.pairs += float(partners.sum())
+        weight = torch.cat(partners, -1).to(precise)[:, None, :, None]
+        self.gram_q += ((psi_q * weight).mT @ psi_q).sum(0)
+        self.gram_k += ((psi_k * weight).mT @ psi_k).sum(0)
+        self.pairs += float(weight.sum())
 
 
 class SlotMoments:

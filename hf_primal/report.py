@@ -25,8 +25,8 @@ class LayerReport:
     name: str
     heads: int
     head_dim: int
-    singular_values: list[float]  # of the observed attention in feature space, mean over heads, largest first
-    energy: float  # part of the squared singular values kept at the rank, mean over heads, 0..1
+    spectrum: list[float]  # part of the observed attention's energy in each singular component, largest first
+    energy: float  # the sum of the first `rank` of them, 0..1
     error_closed_form: float = math.nan
     error_refined: float | None = None
 
@@ -188,14 +188,12 @@ def write_plots(report: ConversionReport, folder: Path) -> list[str]:
     names = []
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for layer in report.layers:
-        power = torch.tensor(layer.singular_values).square()
-        axis.plot(
-            range(1, len(power) + 1), (power.cumsum(0) / power.sum()).tolist(), marker=".", label=f"layer {layer.index}"
-        )
+        kept = torch.tensor(layer.spectrum).cumsum(0).tolist()
+        axis.plot(range(1, len(kept) + 1), kept, marker=".", label=f"layer {layer.index}")
     axis.axvline(
         report.settings["rank"], color="grey", linestyle="--", linewidth=1, label=f"rank {report.settings['rank']}"
     )
-    axis.set(xlabel="components kept", ylabel="energy kept", title="Spectrum of the observed attention")
+    axis.set(xlabel="components", ylabel="part of the energy kept", title="Observed attention", ylim=(0, 1.02))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=8)
@@ -208,7 +206,7 @@ def write_plots(report: ConversionReport, folder: Path) -> list[str]:
         axis.plot(tokens, [row.teacher_ms for row in report.latency], marker="o", label="teacher")
         axis.plot(tokens, [row.converted_ms for row in report.latency], marker="o", label="converted")
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        axis.set_ylim(bottom=0)
         axis.set_xticks(tokens, [str(n) for n in tokens])
         axis.set(xlabel="tokens", ylabel="ms per sequence", title=f"Latency on {report.device}")
         axis.grid(alpha=0.3)

@@ -133,7 +133,7 @@ def test_the_cost_that_a_dry_run_names_is_the_cost_added(capsys, here, saved_ber
 
 def test_without_calibration_the_text_inside_python_is_used_and_said(capsys, here, saved_bert):
     status, out, _ = run(capsys, saved_bert, *SMALL, "--samples", "20")
-    assert status == 0 and "calibrated on the text inside Python" in " ".join(out.split())
+    assert status == 0 and "Calibrated on the text inside Python" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
@@ -233,6 +233,11 @@ def bad(tmp_path, saved_bert, text_file):
         ),
         "layers not understood": ([saved_bert, "--layers", "deep", *text], "--layers 'deep' is not understood"),
         "no calibration file": ([saved_bert, "--calibration", tmp_path / "none.txt"], "is neither a file"),
+        "no calibration dataset": (
+            [saved_bert, "--calibration", "nobody/nothing"],
+            "is not a dataset that the hub gives",
+        ),
+        "not a saved dataset": ([saved_bert, "--calibration", tmp_path / "taken"], "is not a folder saved by datasets"),
         "blank calibration": ([saved_bert, "--calibration", tmp_path / "blank.txt"], "has no text in it"),
         "binary calibration": ([saved_bert, "--calibration", tmp_path / "binary.txt"], "is not text in UTF-8"),
         "missing column": (
@@ -266,7 +271,7 @@ def bad(tmp_path, saved_bert, text_file):
 BAD = (
     "no model", "two models", "unknown folder", "unknown id", "a file", "folder without config", "broken config",
     "folder without weights", "deberta", "part of albert", "layers out of range", "layers not understood",
-    "no calibration file", "blank calibration", "binary calibration", "missing column", "two columns",
+    "no calibration file", "no calibration dataset", "not a saved dataset", "blank calibration", "binary calibration", "missing column", "two columns",
     "rank above features", "rank above the head dim", "existing output", "overwriting what is not ours", "no parent",
     "no such head", "no such device", "no samples",
 )  # fmt: skip

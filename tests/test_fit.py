@@ -22,7 +22,7 @@ def make_states(batch=4, tokens=60, seed=0, spread=1.5, lengths=None):
 
 
 def fitted(settings, states):
-    """A layer after the whole closed form; its moments, singular values and output error."""
+    """A layer after the whole closed form, its moments, its spectrum and its output error."""
     layer = PrimalAttention(HEADS, DIM, settings)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -32,11 +32,11 @@ def fitted(settings, states):
             place_landmarks(layer, sample)
         moments = (statistics.SlotMoments if settings.weights == "sampled" else statistics.Moments)(layer)
         moments.update(states)
-        values, energy = factors.fit_factors(layer, moments)
+        spectrum = factors.fit_factors(layer, moments)
         readout = readouts.Readout(layer)
         readout.update(states)
         error = readout.solve()
-    return layer, moments, values, energy, error
+    return layer, moments, spectrum, error
 
 
 SIGNED = PrimalSettings(rank=6, features=6, nonnegative=False)
@@ -120,6 +120,13 @@ def test_the_reported_error_is_the_error_of_the_layer(form):
     assert float(output_error(layer.eval(), [states]).detach()) == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_spectrum_is_a_part_of_what_was_observed(form):
+    _, _, spectrum, _ = fitted(FORMS[form], make_states())
+    assert (spectrum >= 0).all() and spectrum.sum() <= 1.001
+    assert spectrum.tolist() == sorted(spectrum.tolist(), reverse=True)
+
+
 def test_an_attention_that_the_features_span_comes_back():
     """Queries and keys that take four values, each its own landmark: the signed factors are exact at full rank."""
     generator = torch.Generator().manual_seed(0)
@@ -148,13 +155,14 @@ def test_the_order_and_split_of_the_data_do_not_matter():
 def test_rows_of_attention_are_chunked_without_effect(monkeypatch):
     states, layer = make_states(), fitted(FORMS["default"], make_states())[0]
     results = []
-    for rows in (7, 256):
-        monkeypatch.setattr(statistics, "ROWS", rows)
+    for entries in (1, 7 * 4 * 2 * 60, 2**24):
+        monkeypatch.setattr(statistics, "CHUNK", entries)
         moments = statistics.Moments(layer)
         with torch.no_grad():
             moments.update(states)
         results.append(moments.cross)
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)

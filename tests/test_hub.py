@@ -11,13 +11,18 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-REPOSITORY, COMMIT = "user/tiny-bert", "a" * 40
+REPOSITORY, DATASET, COMMIT = "user/tiny-bert", "user/words", "a" * 40
 SMALL = ["--layers", "last2", "--rank", "4", "--features", "8", "--window", "4", "--refine-steps", "2"]
 
 
 @pytest.fixture
-def hub(saved_bert):
-    """A read-only hub with one model; its address."""
+def hub(saved_bert, tmp_path, passages):
+    """A read-only hub with one model and one dataset; its address."""
+    words = tmp_path / "words"
+    words.mkdir()
+    (words / "train.csv").write_text("label,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(passages)))
+    folders = {f"/{REPOSITORY}": saved_bert, f"/datasets/{DATASET}": words}
+    listings = {f"/api/models/{REPOSITORY}": saved_bert, f"/api/datasets/{DATASET}": words}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -37,20 +42,33 @@ def hub(saved_bert):
 
         def do_GET(self):
             path = unquote(urlparse(self.path).path)
-            if path.startswith(f"/{REPOSITORY}/resolve/"):
-                file = saved_bert / path.split("/resolve/")[1].split("/", 1)[1]
-                if not file.is_file():
-                    return self.answer(404, X_Error_Code="EntryNotFound")
-                content = file.read_bytes()
-                return self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
-            if path.startswith(f"/api/models/{REPOSITORY}"):
-                listing = [{"rfilename": file.name} for file in saved_bert.iterdir()]
-                about = (
-                    []
-                    if "/tree/" in path
-                    else {"id": REPOSITORY, "sha": COMMIT, "siblings": listing, "tags": [], "private": False}
-                )
-                return self.answer(200, json.dumps(about).encode())
+            for prefix, folder in folders.items():
+                if path.startswith(f"{prefix}/resolve/"):
+                    file = folder / path.split("/resolve/")[1].split("/", 1)[1]
+                    if not file.is_file():
+                        return self.answer(404, X_Error_Code="EntryNotFound")
+                    content = file.read_bytes()
+                    return self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+            for prefix, folder in listings.items():
+                if path.startswith(prefix):
+                    files = [
+                        {
+                            "type": "file",
+                            "path": file.name,
+                            "rfilename": file.name,
+                            "size": file.stat().st_size,
+                            "oid": COMMIT,
+                        }
+                        for file in folder.iterdir()
+                    ]
+                    about = {
+                        "id": prefix.split("/", 3)[3],
+                        "sha": COMMIT,
+                        "siblings": files,
+                        "tags": [],
+                        "private": False,
+                    }
+                    return self.answer(200, json.dumps(files if "/tree/" in path else about).encode())
             return self.answer(404, X_Error_Code="RepoNotFound")
 
         def do_HEAD(self):
@@ -82,6 +100,20 @@ def test_a_hub_id_converts_and_is_named_in_the_card(hub, tmp_path, text_file):
     card = (work / "tiny-bert-primal" / "README.md").read_text()
     assert f"base_model: {REPOSITORY}" in card and f"(https://huggingface.co/{REPOSITORY})" in card
     assert (work / "tiny-bert-primal" / "tokenizer.json").is_file()
+
+
+def test_a_hub_dataset_calibrates(hub, tmp_path, saved_bert):
+    child, work = command(tmp_path, hub, saved_bert, *SMALL, "--calibration", DATASET, "--samples", "20")
+    assert child.returncode == 0, child.stderr
+    report = json.loads((work / "tiny-bert-primal" / "conversion_report.json").read_text())
+    assert report["calibration"]["source"] == DATASET and report["calibration"]["passages"] == 20
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_one_line(hub, tmp_path, saved_bert):
+    child, work = command(tmp_path, hub, saved_bert, "--layers", "last2", "--calibration", "user/nothing")
+    assert child.returncode == 2 and not list(work.iterdir())
+    assert "--calibration 'user/nothing' is not a dataset that the hub gives" in child.stderr
+    assert len(child.stderr.strip().splitlines()) == 1
 
 
 def test_an_id_that_the_hub_does_not_have_is_one_line(hub, tmp_path):

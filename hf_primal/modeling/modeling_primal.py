@@ -127,9 +127,9 @@ class PrimalMixin(PreTrainedModel):
 
 
 def auto_heads(base_type: str) -> dict[str, str]:
-    """Every Auto class that knows the base model type, with the Transformers class it gives."""
+    """Every Auto class that knows the base model type, with the Transformers class it gives; `AutoModel` first."""
     heads = {}
-    for name, auto in vars(modeling_auto).items():
+    for name, auto in sorted(vars(modeling_auto).items(), key=lambda item: len(item[0])):
         mapping = getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
         if name.startswith("AutoModel") and base_type in mapping:
             known = mapping[base_type]
