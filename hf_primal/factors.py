@@ -18,12 +18,11 @@ FLOOR = 1e-6  # eigenvalues below this part of the largest count as noise
 UPDATES = 300  # multiplicative updates of the non-negative factors
 
 
-def roots(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and inverse square root of symmetric matrices, eigenvalues floored to a part of the largest."""
+def inverse_root(gram: Tensor) -> Tensor:
+    """Inverse square root of symmetric matrices, their eigenvalues floored to a part of the largest."""
     values, vectors = torch.linalg.eigh(gram)
     values = values.clamp(min=(values[..., -1:] * FLOOR).clamp(min=torch.finfo(gram.dtype).tiny))
-    root = values.sqrt().unsqueeze(-2)
-    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
+    return (vectors / values.sqrt().unsqueeze(-2)) @ vectors.mT
 
 
 def truncated_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,8 +51,7 @@ def singular_factors(moments: Moments, rank: int) -> tuple[Tensor, Tensor, Tenso
 
     Source: theorem 3.2 (singular vectors of the kernel); the whitening by the features' second moments is ours.
     """
-    _, white_q = roots(moments.gram_q / moments.pairs)
-    _, white_k = roots(moments.gram_k / moments.pairs)
+    white_q, white_k = (inverse_root(gram / moments.pairs) for gram in (moments.gram_q, moments.gram_k))
     U, S, V = truncated_svd(white_q @ (moments.cross / moments.pairs) @ white_k)
     root = S[:, None, :rank].sqrt()
     return white_q @ U[..., :rank] * root, white_k @ V[..., :rank] * root, S

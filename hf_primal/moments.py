@@ -4,16 +4,18 @@ Letters: H heads, N tokens, d head dim, p feature dim, s rank. Sums are float64 
 """
 
 import torch
+from torch import Tensor
 
-from hf_primal.modeling.primal_attention import PrimalAttention, sample_positions
+from hf_primal.modeling.primal_attention import EXPONENT_LIMIT, PrimalAttention, sample_positions
 from hf_primal.observe import States
 
 CHUNK = 2**24  # entries of the attention matrix held at once
 
 
-def best_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 where the device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def exact_zeros(primal: PrimalAttention, *shape: int) -> Tensor:
+    """Where a sum starts: float64 on the layer's device, or float32 where the device has no float64."""
+    device = primal.We.device
+    return torch.zeros(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
 class Moments:
@@ -28,9 +30,8 @@ class Moments:
     def __init__(self, primal: PrimalAttention) -> None:
         self.primal = primal
         heads, dim = primal.We.shape[:2]
-        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
-        self.cross, self.gram_q, self.gram_k = (torch.zeros(heads, dim, dim, **exact) for _ in range(3))  # type: ignore[call-overload]
-        self.energy = torch.zeros(heads, **exact)  # type: ignore[call-overload]
+        self.cross, self.gram_q, self.gram_k = (exact_zeros(primal, heads, dim, dim) for _ in range(3))
+        self.energy = exact_zeros(primal, heads)
         self.pairs = 0.0
 
     def update(self, states: States) -> None:
@@ -49,7 +50,9 @@ class Moments:
             partners.append(far.sum(-1))
             hide = ~far[:, None]
             if settings.nonnegative:
-                target = (scores - log_sum[:, :, rows]).masked_fill(hide, float("-inf")).clamp(max=30.0).exp()  # type: ignore[index]
+                assert log_sum is not None
+                exponent = (scores - log_sum[:, :, rows]).clamp(max=EXPONENT_LIMIT)
+                target = exponent.masked_fill(hide, float("-inf")).exp()
             else:
                 attention = scores.masked_fill(hide, torch.finfo(precise).min).softmax(-1)
                 target = (attention * states.valid.sum(-1)[:, None, None, None]).masked_fill(hide, 0.0)
@@ -66,8 +69,7 @@ class SlotMoments:
 
     def __init__(self, primal: PrimalAttention) -> None:
         heads, slots = primal.We.shape[:2]
-        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
-        self.total, self.count = torch.zeros(heads, slots, slots, **exact), torch.zeros(slots, slots, **exact)  # type: ignore[call-overload]
+        self.total, self.count = exact_zeros(primal, heads, slots, slots), exact_zeros(primal, slots, slots)
 
     def update(self, states: States) -> None:
         """Add one call of the layer."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_primal.factors import FLOOR
 from hf_primal.modeling.primal_attention import PrimalAttention
-from hf_primal.moments import best_float
+from hf_primal.moments import exact_zeros
 from hf_primal.observe import States
 
 RIDGE = 1e-2  # ridge strength relative to the mean power
@@ -36,15 +36,12 @@ class Readout:
         heads, dim = primal.Lambda.shape[0], primal.out_map.shape[-1]
         self.context = dim if primal.settings.readout == "values" else 0
         size = self.context + 2 * primal.settings.rank + 1
-        exact = {"dtype": best_float(primal.We.device), "device": primal.We.device}
-        self.gram = torch.zeros(heads, size, size, **exact)  # type: ignore[call-overload]
-        self.cross = torch.zeros(heads, size, dim, **exact)  # type: ignore[call-overload]
-        self.power = torch.zeros(heads, **exact)  # type: ignore[call-overload]
-        self.squares = torch.zeros(heads, 2 * primal.settings.rank, **exact)  # type: ignore[call-overload]
+        self.gram, self.cross = exact_zeros(primal, heads, size, size), exact_zeros(primal, heads, size, dim)
+        self.power, self.squares = exact_zeros(primal, heads), exact_zeros(primal, heads, 2 * primal.settings.rank)
         self.features: tuple[Tensor, Tensor] | None = None
         if primal.settings.weights == "fixed":
             shape = primal.coupling.shape
-            self.features = torch.zeros(shape, **exact), torch.zeros(shape, **exact)  # type: ignore[call-overload]
+            self.features = exact_zeros(primal, *shape), exact_zeros(primal, *shape)
 
     def update(self, states: States) -> None:
         """Add one call of the layer."""
@@ -69,38 +66,44 @@ class Readout:
         self.power += answer.square().sum((-2, -1))
 
     def solve(self) -> float:
-        """Write W_v, W_o, b, coupling and Lambda into the layer; the relative squared output error on what was seen.
+        """Write W_v, W_o, b, coupling and Lambda into the layer; the relative squared output error on what was seen."""
+        primal, solution = self.primal, self.solution()
+        with torch.no_grad():
+            if self.context:
+                primal.value_map.copy_(solution[:, : self.context])
+            shared = solution[:1] if primal.settings.shared_out_map else solution
+            primal.out_map.copy_(shared[:, self.context : -1])
+            primal.out_bias.copy_(shared[:, -1:])
+            self.zero_objective()
+        explained = (solution * (2 * self.cross - self.gram @ solution)).sum((-2, -1))
+        return float(((self.power - explained).sum() / self.power.sum().clamp(min=1e-30)).clamp(min=0.0))
 
-        The ridge pulls towards the attention-like answer o = c (the values read-out) or 0 (the scores read-out).
-        Lambda makes every component of J zero on the calibration tokens: Lambda^2 = 2 trace / (e^2 + r^2).
+    def solution(self) -> Tensor:
+        """Coefficients of [c, e, r, 1], (H, d + 2s + 1, d), without the first d rows for the scores read-out.
+
+        The ridge pulls towards the attention-like answer o = c, or 0 for the scores read-out; c, e and r are each
+        scaled by their own mean power.
         """
-        primal, c, s = self.primal, self.context, self.primal.settings.rank
+        c, s = self.context, self.primal.settings.rank
         prior = torch.zeros_like(self.cross)
         prior[:, :c] = torch.eye(c, prior.shape[-1], dtype=prior.dtype, device=prior.device)
         gram, cross = self.gram, self.cross - self.gram @ prior
-        if primal.settings.shared_out_map:
+        if self.primal.settings.shared_out_map:
             gram, cross = gram.sum(0, keepdim=True), cross.sum(0, keepdim=True)
-        blocks = gram.diagonal(dim1=-2, dim2=-1).split([c, s, s, 1], -1)  # each to its own mean power, not per column
-        scale = torch.cat([x.mean(-1, keepdim=True).expand_as(x) if x.shape[-1] else x for x in blocks], -1)
+        blocks = gram.diagonal(dim1=-2, dim2=-1).split([c, s, s, 1] if c else [s, s, 1], -1)
+        scale = torch.cat([block.mean(-1, keepdim=True).expand_as(block) for block in blocks], -1)
         scale = scale.sqrt().clamp(min=1e-12).unsqueeze(-1)
-        unit = gram / scale / scale.mT + RIDGE * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        solution = prior + torch.linalg.solve(unit, cross / scale) / scale
-        tokens = self.gram[:, -1, -1].unsqueeze(-1)
-        squares = self.squares.unflatten(-1, (2, s)).sum(-2) / tokens
-        with torch.no_grad():
-            if self.features is not None:
-                We, Wr = (w.detach().to(squares.dtype) for w in (primal.We, primal.Wr))
-                if primal.settings.nonnegative:
-                    We, Wr = We.abs(), Wr.abs()
-                primal.coupling.copy_(coupling_of(*self.features, We, Wr))
-            trace = primal.traces(squares.dtype)
-            if c:
-                primal.value_map.copy_(solution[:, :c])
-            shared = solution[:1] if primal.settings.shared_out_map else solution
-            primal.out_map.copy_(shared[:, c:-1])
-            primal.out_bias.copy_(shared[:, -1:])
-            primal.Lambda.copy_((2 * trace / squares.clamp(min=1e-30)).clamp(min=0.0).sqrt())
-        error = (
-            self.power - 2 * (solution * self.cross).sum((-2, -1)) + (solution * (self.gram @ solution)).sum((-2, -1))
-        )
-        return float((error.sum() / self.power.sum().clamp(min=1e-30)).clamp(min=0.0))
+        ridge = RIDGE * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return prior + torch.linalg.solve(gram / scale / scale.mT + ridge, cross / scale) / scale
+
+    def zero_objective(self) -> None:
+        """Set the coupling, and Lambda so that every component of J is 0 here: Lambda^2 = 2 trace / (e^2 + r^2)."""
+        primal = self.primal
+        squares = self.squares.unflatten(-1, (2, -1)).sum(-2) / self.gram[:, -1, -1:]
+        if self.features is not None:
+            We, Wr = primal.We.to(squares.dtype), primal.Wr.to(squares.dtype)
+            if primal.settings.nonnegative:
+                We, Wr = We.abs(), Wr.abs()
+            primal.coupling.copy_(coupling_of(*self.features, We, Wr))
+        trace = primal.traces(squares.dtype)
+        primal.Lambda.copy_((2 * trace / squares.clamp(min=1e-30)).clamp(min=0.0).sqrt())

@@ -37,7 +37,7 @@ from hf_primal.refine import refine
 from hf_primal.surgery import build_converted
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.json"
-STEPS = (0, 50, 200, 300)
+STEPS = {"svd": (0, 50, 200, 300), "random": (0, 50, 200), "band alone": (0,)}
 ROWS = {
     "last2, window 16": ("last2", PrimalSettings()),
     "last4, window 16": ("last4", PrimalSettings()),
@@ -130,7 +130,7 @@ def measure_row(
     saved = {index: {k: v.clone() for k, v in primal.state_dict().items()} for index, primal in fitted.items()}
     starts = ("band alone",) if "removed" in name else ("svd", "random")
     for start in starts:
-        for steps in STEPS if start != "band alone" else (0,):
+        for steps in STEPS[start]:
             torch.manual_seed(seed)
             for index, primal in fitted.items():
                 primal.load_state_dict(saved[index])
@@ -186,11 +186,12 @@ def main() -> None:
         "machine": platform.machine(),
         "versions": {"hf_primal": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    if not options.rows:
-        results["peak_megabytes"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 600, 2400)}
     for name in options.rows or ROWS:
         results["rows"][name] = measure_row(name, teacher, tokenizer, passages, judge, options.seed)
         RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    if not options.rows:
+        results["peak_megabytes_by_samples"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 300, 1200)}
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
