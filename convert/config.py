@@ -37,7 +37,7 @@ class ConvertConfig:
     weights: str | None = None
     readout: str | None = None
     ksvd_weight: float | None = None
-    refine_steps: int = 300
+    refine_steps: int = 200
     task: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False

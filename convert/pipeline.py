@@ -28,7 +28,7 @@ def convert_model(
     layers: str = "last4",
     calibration: Sequence[str] | Sequence[Mapping[str, Tensor]] | None = None,
     settings: PrimalSettings | None = None,
-    refine_steps: int = 300,
+    refine_steps: int = 200,
     max_length: int = 192,
     batch_size: int = 16,
     memory_gb: float = 2.0,

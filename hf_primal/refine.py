@@ -57,7 +57,7 @@ def refine(
     replay: Replay,
     steps: int,
     generator: torch.Generator,
-    rate: float = 1e-2,
+    rate: float = 0.1,
     progress: Progress | None = None,
 ) -> None:
     """Train all replaced layers at once on the teacher's inputs and outputs, in place.

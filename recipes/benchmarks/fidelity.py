@@ -37,7 +37,7 @@ from hf_primal.refine import refine
 from hf_primal.surgery import build_converted
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.json"
-STEPS = {"svd": (0, 50, 200, 300), "random": (0, 50, 200), "band alone": (0,)}
+STEPS = {"svd": (0, 50, 200), "random": (0, 50, 200), "band alone": (0,)}
 ROWS = {
     "last2, window 16": ("last2", PrimalSettings()),
     "last4, window 16": ("last4", PrimalSettings()),
