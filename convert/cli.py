@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_primal import __version__
 from hf_primal.convert.config import DEMO_MODEL, TASKS, ConvertConfig
+from hf_primal.convert.hub import first_line
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,7 +109,7 @@ def demo_folder() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, 2 for anything the user can mend, 130 for Ctrl-C."""
+    """Run the command; the exit status: 0, 2 for what the user can mend, 1 for a bug of ours, 130 for Ctrl-C."""
     parser = build_parser()
     given = list(sys.argv[1:] if argv is None else argv)
     options = vars(parser.parse_args(given))
@@ -131,9 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         if debug:
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"primal-convert: {lines[0]}", file=sys.stderr)
+        print(f"primal-convert: {first_line(error)}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if debug:
+            raise
+        what = f"unexpected {type(error).__name__}: {first_line(error)}"
+        print(f"primal-convert: {what}; run again with --debug and report it", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

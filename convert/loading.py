@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub.constants
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -136,7 +137,7 @@ def load_teacher(
             output_loading_info=True,
         )
         teacher = teacher.to(find_device(device))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {model!r}: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     needed = [key for key in missing if "pooler" not in key]

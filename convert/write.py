@@ -49,7 +49,11 @@ def staged(folder: Path) -> Iterator[Path]:
         if folder.exists():
             old = staging.with_name(f"{staging.name}-old")
             folder.rename(old)
-            staging.rename(folder)
+            try:
+                staging.rename(folder)
+            except OSError:
+                old.rename(folder)
+                raise
             shutil.rmtree(old)
         else:
             staging.rename(folder)

@@ -1,11 +1,12 @@
 """Which layers: "last4", "8-11", "0,3", "all" to indices of the self-attention modules, and whether they can go."""
 
+import inspect
 import re
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_primal.modeling.modeling_primal import is_routed, self_attention_modules
+from hf_primal.modeling.modeling_primal import self_attention_modules
 
 
 def parse_layers(text: str, count: int) -> list[int]:
@@ -38,6 +39,11 @@ def parse_layers(text: str, count: int) -> list[int]:
         else:
             raise ValueError(f"--layers {text!r} is not understood; {ways}")
     return sorted(chosen)
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether the module's attention goes through Transformers' attention interface."""
+    return hasattr(module, "config") and "get_interface" in inspect.getsource(type(module).forward)
 
 
 def choose_layers(model: PreTrainedModel, text: str) -> dict[int, tuple[str, nn.Module]]:

@@ -24,6 +24,7 @@ SMALL = ["--layers", "last2", "--rank", "4", "--features", "8", "--window", "4",
 
 def run(capsys, *arguments):
     """Exit status, standard output and standard error of the command."""
+    capsys.readouterr()  # what the fixtures said
     status = cli.main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
@@ -212,6 +213,9 @@ def bad(tmp_path, saved_bert, text_file):
     (tmp_path / "broken" / "config.json").write_text("{not json")
     shutil.copytree(saved_bert, tmp_path / "no-weights")
     (tmp_path / "no-weights" / "model.safetensors").unlink()
+    shutil.copytree(saved_bert, tmp_path / "cut-weights")
+    weights = tmp_path / "cut-weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious.txt").write_text("mine")
     text = ["--calibration", text_file]
@@ -225,6 +229,7 @@ def bad(tmp_path, saved_bert, text_file):
         "folder without config": ([tmp_path / "empty-folder", *text], "has no config.json"),
         "broken config": ([tmp_path / "broken", *text], "cannot load"),
         "folder without weights": ([tmp_path / "no-weights", *text], "cannot load the weights"),
+        "damaged weights": ([tmp_path / "cut-weights", *text], "cannot load the weights"),
         "deberta": ([tmp_path / "deberta", *text], "does not go through Transformers' attention interface"),
         "part of albert": ([tmp_path / "albert", "--layers", "last2", *text], "use --layers all"),
         "layers out of range": (
@@ -270,7 +275,8 @@ def bad(tmp_path, saved_bert, text_file):
 
 BAD = (
     "no model", "two models", "unknown folder", "unknown id", "a file", "folder without config", "broken config",
-    "folder without weights", "deberta", "part of albert", "layers out of range", "layers not understood",
+    "folder without weights",
+    "damaged weights", "deberta", "part of albert", "layers out of range", "layers not understood",
     "no calibration file", "no calibration dataset", "not a saved dataset", "blank calibration", "binary calibration", "missing column", "two columns",
     "rank above features", "rank above the head dim", "existing output", "overwriting what is not ours", "no parent",
     "no such head", "no such device", "no samples",
@@ -288,6 +294,17 @@ def test_bad_input_is_one_line_and_writes_nothing(capsys, here, bad, tmp_path, c
 
 def test_every_bad_input_is_tried(bad):
     assert set(bad) == set(BAD)
+
+
+def test_a_bug_is_one_line_too_and_exits_with_1(capsys, saved_bert, monkeypatch):
+    import hf_primal.convert.run as job
+
+    monkeypatch.setattr(job, "find_device", lambda device: {}["no such key"])
+    status, _, err = run(capsys, saved_bert)
+    assert (
+        status == 1
+        and err == "primal-convert: unexpected KeyError: 'no such key'; run again with --debug and report it\n"
+    )
 
 
 def test_argparse_errors_exit_with_2(capsys):

@@ -6,7 +6,6 @@ one module changes, by giving it its own copy of the config, and a child module 
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -41,11 +40,6 @@ def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 if kind and isinstance(module, kind) and (not layer or layer.strip(".") in name.split(".")):
                     found[name] = module
     return [(name, module) for name, module in model.named_modules() if name in found]
-
-
-def is_routed(module: nn.Module) -> bool:
-    """Whether the module's attention goes through Transformers' attention interface."""
-    return hasattr(module, "config") and "get_interface" in inspect.getsource(type(module).forward)
 
 
 def head_shape(module: nn.Module, config: Any) -> tuple[int, int]:
