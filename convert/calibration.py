@@ -155,14 +155,13 @@ def tokenise(
     Args:
         tokenizer: the model's.
         passages: texts.
-        max_length: tokens a passage is cut to.
+        max_length: tokens a passage is cut to, at most what the model has positions for.
         batch_size: passages a batch.
 
     Returns:
         Keyword arguments of the model's forward, (B, N) int64 each.
     """
-    limit = min(max_length, tokenizer.model_max_length)
-    encoded: list[Mapping[str, Any]] = [tokenizer(text, truncation=True, max_length=limit) for text in passages]
+    encoded: list[Mapping[str, Any]] = [tokenizer(text, truncation=True, max_length=max_length) for text in passages]
     encoded.sort(key=lambda one: len(one["input_ids"]))
     return [
         dict(tokenizer.pad(encoded[start : start + batch_size], return_tensors="pt"))  # type: ignore[arg-type]

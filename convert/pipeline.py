@@ -17,7 +17,7 @@ from hf_primal.modeling.modeling_primal import head_shape
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 from hf_primal.observe import Replay
 from hf_primal.refine import refine
-from hf_primal.report import ConversionReport, break_even, measure_fidelity, measure_latency
+from hf_primal.report import ConversionReport, break_even, measure_fidelity, measure_latency, position_limit
 from hf_primal.surgery import build_converted, primal_class
 
 
@@ -70,7 +70,8 @@ def convert_model(
             PrimalAttention(*head_shape(module, module.config), settings)
     if calibration is None:
         calibration = mixed_lengths(read_passages(None), 300, seed)
-    parts = split_batches(calibration, processor, max_length, batch_size, seed)
+    lengths = text_lengths(model, processor, max_length)
+    parts = split_batches(calibration, processor, lengths, batch_size, seed)
     batches, held_out = ([{k: v.to(model.device) for k, v in batch.items()} for batch in part] for part in parts)
 
     modules = {index: module for index, (_, module) in chosen.items()}
@@ -96,7 +97,8 @@ def convert_model(
         calibration={
             "batches": len(batches),
             "tokens": sum(_tokens(batch) for batch in batches),
-            "max_length": max_length,
+            "max_length": lengths[0],
+            "joined_length": lengths[1],
             "refine_steps": refine_steps,
         },
         fidelity=measure_fidelity(model, converted, held_out or batches, calibration_data=not held_out),
@@ -120,10 +122,16 @@ def _tokens(batch: Mapping[str, Tensor]) -> int:
     return int(mask.sum() if mask is not None else next(iter(batch.values())).shape[:2].numel())
 
 
+def text_lengths(model: PreTrainedModel, processor: Any, max_length: int) -> tuple[int, int]:
+    """Tokens that passages are cut to, and tokens that joined ones are: twice as many, where positions allow."""
+    limit = min(position_limit(model), getattr(processor, "model_max_length", max_length))
+    return min(max_length, limit), min(2 * max_length, limit)
+
+
 def split_batches(
     calibration: Sequence[str] | Sequence[Mapping[str, Tensor]],
     processor: Any,
-    max_length: int,
+    lengths: tuple[int, int],
     batch_size: int,
     seed: int,
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
@@ -141,8 +149,8 @@ def split_batches(
         if not callable(getattr(processor, "pad", None)):
             raise ValueError("calibration texts need the model's tokenizer; give it, or give batches of tensors")
         calibrate, hold = items[held:], items[:held]
-        long = min(2 * max_length, processor.model_max_length)
-        batches = tokenise(processor, calibrate, max_length, batch_size)
+        short, long = lengths
+        batches = tokenise(processor, calibrate, short, batch_size)
         batches += tokenise(processor, joined(processor, calibrate, long), long, max(batch_size // 4, 1))
-        return batches, tokenise(processor, hold, max_length, batch_size)
+        return batches, tokenise(processor, hold, short, batch_size)
     return items[held:], items[:held]

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from hf_primal.convert import console as view
-from hf_primal.convert.calibration import mixed_lengths, read_passages
+from hf_primal.convert.calibration import mixed_lengths, read_passages, tokenise
 from hf_primal.convert.config import ConvertConfig
 from hf_primal.convert.loading import Blueprint, draw_blueprint, find_device, load_teacher
-from hf_primal.convert.pipeline import convert_model, split_batches
+from hf_primal.convert.pipeline import convert_model
 from hf_primal.convert.write import check_output, write_folder
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
@@ -86,7 +86,7 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
         notes=notes,
         calibration={"source": source, "passages": len(passages), **report.calibration},
     )
-    inputs = split_batches(passages[:4], teacher.processor, config.max_length, 4, config.seed)[0][0]
+    inputs = tokenise(teacher.processor, passages[:4], report.calibration["max_length"], 4)[0]
     base_model = config.base_model or (None if os.path.isdir(config.model) else config.model)
     with console.status("Saving, and reloading in a fresh process"):
         write_folder(

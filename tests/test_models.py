@@ -319,6 +319,16 @@ def test_refinement_lowers_the_error_and_keeps_the_objective_at_zero():
     assert all(torch.isfinite(layer.Lambda).all() for layer in layers)
 
 
+@pytest.mark.parametrize("length", [40, 500])
+def test_texts_are_cut_to_what_the_model_has_positions_for(tokenizer, passages, length):
+    torch.manual_seed(0)
+    teacher = transformers.BertModel(bert_config(max_position_embeddings=60)).eval()
+    _, report = convert_model(
+        teacher, tokenizer, layers="last2", calibration=passages, settings=SETTINGS, refine_steps=1, max_length=length
+    )
+    assert report.calibration["max_length"] == min(length, 60) and report.calibration["joined_length"] == 60
+
+
 def test_the_same_seed_gives_the_same_bytes():
     first, second = (convert(make())[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -84,12 +84,12 @@ def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         layers = [module for module in self.modules() if isinstance(module, PrimalAttention)]
         for layer in layers:
-            layer.last = None
+            layer.last, layer.regularised = None, self.config.ksvd_weight > 0
         output = forward(self, *args, **kwargs)
         objectives = [layer.last for layer in layers if layer.last is not None]
         for layer in layers:
             layer.last = None
-        if not (self.training and objectives and self.config.ksvd_weight > 0):
+        if not (self.training and objectives):
             return output
         added = self.config.ksvd_weight * torch.stack(objectives).square().mean()
         if isinstance(output, tuple):

@@ -112,6 +112,7 @@ class PrimalAttention(nn.Module):
         super().__init__()
         self.settings = settings
         self.chunk_size = 32  # the fastest on CPUs; changes nothing but speed and rounding
+        self.regularised = settings.ksvd_weight > 0  # whether training forwards work out J
         self.last: Tensor | None = None  # J of the latest training forward
         rank, dim = settings.rank, settings.features or head_dim
         if settings.weights == "fixed" and rank > dim:
@@ -174,7 +175,7 @@ class PrimalAttention(nn.Module):
                 output = output + context @ self.value_map.to(scores.dtype)
             if valid is not None:
                 output = output.masked_fill(~valid[:, None, :, None], 0.0)
-            if self.training and self.settings.ksvd_weight > 0:
+            if self.training and self.regularised:
                 self.last = self.objective(scores, valid)
             return output.transpose(1, 2).to(query.dtype)
 

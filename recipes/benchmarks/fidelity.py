@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoTokenizer
 from hf_primal import PrimalSettings, __version__
 from hf_primal.convert.calibration import mixed_lengths
 from hf_primal.convert.cli import demo_folder
-from hf_primal.convert.pipeline import split_batches
+from hf_primal.convert.pipeline import split_batches, text_lengths
 from hf_primal.initialise import initialise_layers, solve_readouts
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.primal_attention import PrimalAttention
@@ -121,7 +121,7 @@ def measure_row(
     """All starts and step counts of one row of the table."""
     layers, settings = ROWS[name]
     chosen = choose_layers(teacher, layers)
-    batches, _ = split_batches(passages, tokenizer, 192, 16, seed)
+    batches, _ = split_batches(passages, tokenizer, text_lengths(teacher, tokenizer, 192), 16, seed)
     replay = Replay(teacher, {index: module for index, (_, module) in chosen.items()}, batches, 2_000_000_000)
     row: dict[str, Any] = {"layers": layers, "settings": asdict(settings)}
     begin = time.perf_counter()
