@@ -65,7 +65,7 @@ class Moments:
 
 
 class SlotMoments:
-    """Streaming mean of the observed attention between the sampled positions, for the paper's sampled weights."""
+    """Streaming mean of N_i A_ij between the sampled positions, for the paper's sampled weights."""
 
     def __init__(self, primal: PrimalAttention) -> None:
         heads, slots = primal.We.shape[:2]
@@ -79,5 +79,6 @@ class SlotMoments:
         scores = (rows @ k.mT).masked_fill(~states.valid[:, None, None], torch.finfo(q.dtype).min)
         columns = index[:, None, None].expand(-1, *scores.shape[1:3], -1)
         pairs = (used[:, :, None] & used[:, None]).to(q.dtype)
-        self.total += (scores.softmax(-1).gather(-1, columns) * pairs[:, None]).sum(0)
+        target = scores.softmax(-1) * states.valid.sum(-1)[:, None, None, None]  # N A: alike for all lengths
+        self.total += (target.gather(-1, columns) * pairs[:, None]).sum(0)
         self.count += pairs.sum(0)

