@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from hf_primal.modeling.primal_attention import key_padding
+from hf_primal.modeling.primal_attention import key_padding, visible
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,37 @@ class States:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
+def _refuse_unlike_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
+) -> None:
+    """Refuse what the layer cannot stand for: position biases, causal attention, cross-attention, odd head dims."""
+    kind = type(module).__name__
+    if options.get("position_bias") is not None:
+        raise ValueError(f"{kind} adds a position bias to its attention, which is not supported yet")
+    if options.get("is_causal", getattr(module, "is_causal", False)):
+        raise ValueError(f"{kind} is causal, which is not supported yet")
+    if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
+        raise ValueError(
+            f"{kind} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}; "
+            "their lengths and head dims must be the same"
+        )
+
+
 def _observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
 ) -> tuple[Tensor, None]:
     """Softmax attention as the teacher does it, reported to the module's observer."""
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(f"{type(module).__name__} adds a position bias to its attention, which is not supported yet")
-    if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
-        raise ValueError(
-            f"{type(module).__name__} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
-            f"{tuple(value.shape)}; their lengths and head dims must be the same"
-        )
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+    _refuse_unlike_attention(module, query, key, value, kwargs)
     valid = key_padding(attention_mask, key.shape[-2])
     if valid is None:
         valid = torch.ones(1, key.shape[-2], dtype=torch.bool, device=key.device)
+    elif attention_mask is not None and attention_mask.ndim == 4:
+        unlike = visible(attention_mask) != valid[:, None, None, :]
+        if (unlike & valid[:, None, :, None]).any():
+            raise ValueError(
+                f"{type(module).__name__} hides more than padding (it is causal or local), which is not supported yet"
+            )
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
     groups = query.shape[1] // key.shape[1]
     scaling = kwargs.get("scaling")
     module._observer(  # type: ignore[operator]

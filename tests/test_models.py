@@ -366,6 +366,33 @@ def test_attention_that_cannot_be_replaced_is_refused(name, changes, message):
         convert(getattr(transformers, f"{name}Model")(config))
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_attention_that_turns_out_causal_is_refused(implementation, padded):
+    """CLIP's text model is causal by its mask alone, which no attribute of its modules tells."""
+    config = transformers.CLIPTextConfig(**{**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    teacher = transformers.CLIPTextModel(config)
+    teacher.set_attn_implementation(implementation)
+    batches = random_batches() if padded else [{"input_ids": batch["input_ids"]} for batch in random_batches()]
+    with pytest.raises(ValueError, match="causal"):
+        convert_model(teacher, layers="last2", calibration=batches, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("family", ["ViT", "DeiT"])
+def test_images_convert_and_reload(tmp_path, family):
+    torch.manual_seed(0)
+    sizes = {
+        name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes, image_size=32, patch_size=4)
+    teacher = getattr(transformers, f"{family}ForImageClassification")(config).eval()
+    batches = [{"pixel_values": torch.randn(4, 3, 32, 32)} for _ in range(3)]
+    converted, report = convert_model(teacher, layers="last2", calibration=batches, settings=SETTINGS, refine_steps=1)
+    assert report.latency == [] and report.break_even_tokens is None
+    converted.save_pretrained(tmp_path)
+    verify_reload(tmp_path, converted, batches[0])
+
+
 def test_converting_twice_is_refused():
     converted, _ = convert(make())
     with pytest.raises(ValueError, match="converted model already"):

@@ -328,15 +328,19 @@ def sample_positions(tokens: int, slots: int, valid: Tensor | None, device: torc
     return order.gather(-1, nth), used
 
 
+def visible(mask: Tensor) -> Tensor:
+    """Where a mask lets a query see a key, bool of the mask's shape: bool masks keep True, float ones are additive."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 def key_padding(mask: Tensor | None, tokens: int) -> Tensor | None:
     """(B, N) bool, True for tokens, from whatever mask an attention module hands over; None when nothing is hidden.
 
-    Bool masks keep where True, float masks are additive; a token is padding when no query may see it, which is
-    right for full, causal and sliding masks alike.
+    A token is padding when no query may see it, which is right for full, causal and sliding masks alike.
     """
     if mask is None:
         return None
-    keep = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    keep = visible(mask)
     if keep.ndim == 4:
         keep = keep.any(1).any(-2)
     return keep[:, -tokens:]
