@@ -195,7 +195,7 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     if options.peak_memory or not options.rows:
-        results["peak_megabytes_by_samples"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 600)}
+        results["peak_megabytes_by_samples"] = {str(n): peak_memory(n, options.data_dir) for n in (150, 600, 1200)}
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
