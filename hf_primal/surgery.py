@@ -58,7 +58,7 @@ def build_converted(
         `Primal<Base>` in eval mode, on the teacher's device, in its dtype.
 
     Raises:
-        ValueError: as `primal_class`.
+        ValueError: as `primal_class`; a fitted number outside the range of the teacher's dtype.
     """
     from hf_primal import __version__
 
@@ -86,7 +86,12 @@ def build_converted(
     weights = {name: tensor.detach().clone() for name, tensor in teacher.state_dict().items()}
     for index, primal in primals.items():
         for name, tensor in primal.state_dict().items():
-            weights[f"{modules[index][0]}.primal.{name}"] = tensor.detach().to(teacher.device, teacher.dtype, copy=True)
+            cast = tensor.detach().to(teacher.device, teacher.dtype, copy=True)
+            if not cast.isfinite().all():
+                raise ValueError(
+                    f"{name} of layer {index} does not fit {teacher.dtype}; use --dtype bfloat16 or float32"
+                )
+            weights[f"{modules[index][0]}.primal.{name}"] = cast
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     model = torch.nn.Module.to(model, teacher.device)  # buffers that no checkpoint holds

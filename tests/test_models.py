@@ -17,6 +17,7 @@ from hf_primal.convert.verify import verify_reload
 from hf_primal.layers import choose_layers, parse_layers
 from hf_primal.modeling import configuration_primal, modeling_primal
 from hf_primal.observe import Replay
+from hf_primal.surgery import build_converted
 
 SETTINGS = PrimalSettings(rank=4, features=8, window=4)
 SIZES = {
@@ -282,6 +283,14 @@ def test_half_precision_models_convert_and_stay_finite(dtype):
     assert all(tensor.dtype == dtype for tensor in converted.state_dict().values() if tensor.is_floating_point())
     assert converted(**random_batches()[0]).last_hidden_state.isfinite().all()
     assert report.fidelity.hidden_cosine > 0.9
+
+
+def test_a_number_that_half_precision_cannot_hold_is_refused_not_saved():
+    primal = PrimalAttention(4, 8, SETTINGS)
+    values = {name: torch.full_like(value, 1e6) for name, value in primal.initial_values().items()}
+    primal.load_state_dict(values)
+    with pytest.raises(ValueError, match=r"of layer 2 does not fit torch.float16; use --dtype bfloat16"):
+        build_converted(make(dtype=torch.float16), {2: primal}, SETTINGS)
 
 
 def test_kept_states_and_repeated_passes_give_the_same_model():
