@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("give one MODEL (a folder or a hub id), or --demo; see primal-convert --help")
         if demo:
             options |= {"model": demo_folder(), "base_model": DEMO_MODEL}
-        from hf_primal.convert.run import run  # after parsing: --help need not wait for it
+        from hf_primal.convert.run import run  # the slow imports, which --help need not wait for
 
         report = run(ConvertConfig(**options), shlex.join(["primal-convert", *given]), **shown)
         if shown["json"]:

@@ -96,7 +96,7 @@ def convert_model(
         settings=dataclasses.asdict(settings),
         calibration={
             "batches": len(batches),
-            "tokens": sum(_tokens(batch) for batch in batches),
+            "tokens": count_tokens(batches),
             "max_length": lengths[0],
             "joined_length": lengths[1],
             "refine_steps": refine_steps,
@@ -116,10 +116,11 @@ def convert_model(
     return converted, report
 
 
-def _tokens(batch: Mapping[str, Tensor]) -> int:
-    """Valid tokens of a batch."""
-    mask = batch.get("attention_mask")
-    return int(mask.sum() if mask is not None else next(iter(batch.values())).shape[:2].numel())
+def count_tokens(batches: Sequence[Mapping[str, Tensor]]) -> int | None:
+    """Valid tokens of batches of token ids; None for other inputs."""
+    if not all("input_ids" in batch for batch in batches):
+        return None
+    return sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
 
 
 def text_lengths(model: PreTrainedModel, processor: Any, max_length: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def _refuse_unlike_attention(
 
 
 def _observed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Softmax attention as the teacher does it, reported to the module's observer."""
     _refuse_unlike_attention(module, query, key, value, kwargs)
@@ -65,7 +66,7 @@ def _observed_attention(
             raise ValueError(
                 f"{type(module).__name__} hides more than padding (it is causal or local), which is not supported yet"
             )
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     groups = query.shape[1] // key.shape[1]
     scaling = kwargs.get("scaling")
     module._observer(  # type: ignore[operator]
@@ -90,8 +91,8 @@ def observing(modules: Mapping[int, nn.Module], sink: Callable[[int, States], No
     before = {index: module.config for index, module in modules.items()}
     try:
         for index, module in modules.items():
-            config = copy.copy(module.config)
-            config._attn_implementation_internal = "primal_observed"  # type: ignore[union-attr]
+            config: Any = copy.copy(module.config)
+            config._attn_implementation_internal = "primal_observed"
             module.config = config
             vars(module)["_observer"] = partial(sink, index)
         yield

@@ -116,7 +116,7 @@ class PrimalMixin(PreTrainedModel):
         install(self)
         for module in self.modules():
             if isinstance(module, PreTrainedModel):
-                module._init_weights = MethodType(_init_weights, module)  # type: ignore[method-assign]
+                vars(module)["_init_weights"] = MethodType(_init_weights, module)
         self.post_init()
 
 

@@ -9,6 +9,7 @@ Source: Primal-Attention, arXiv:2305.19798 (equations 6 to 10). The landmark fea
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -372,5 +373,5 @@ def primal_attention_forward(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    primal: PrimalAttention = module.primal  # type: ignore[assignment]
+    primal: Any = module.primal  # a PrimalAttention, or what wraps it
     return primal(query, key, value, key_padding(attention_mask, key.shape[-2]), scaling), None
