@@ -1,5 +1,6 @@
 """Calibration text: where it comes from, how passages of mixed lengths are drawn from it, and batches for the model."""
 
+import copy
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -161,6 +162,9 @@ def tokenise(
     Returns:
         Keyword arguments of the model's forward, (B, N) int64 each.
     """
+    if tokenizer.pad_token is None:  # as decoders' tokenizers; what stands at padding is never looked at
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     encoded: list[Mapping[str, Any]] = [tokenizer(text, truncation=True, max_length=max_length) for text in passages]
     encoded.sort(key=lambda one: len(one["input_ids"]))
     return [

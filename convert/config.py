@@ -7,12 +7,17 @@ from hf_primal.modeling.primal_attention import PrimalSettings
 
 TASKS = {
     "backbone": "AutoModel",
+    "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
     "multiple-choice": "AutoModelForMultipleChoice",
     "pretraining": "AutoModelForPreTraining",
+    "image-classification": "AutoModelForImageClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "ctc": "AutoModelForCTC",
 }
 DEMO_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
@@ -58,16 +63,18 @@ class ConvertConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(self, name)}")
 
-    @property
-    def settings(self) -> PrimalSettings:
+    def settings(self, causal: bool = False) -> PrimalSettings:
         """The preset with what was given on top.
+
+        Args:
+            causal: the layers are a decoder's, for which the paper has another form.
 
         Raises:
             ValueError: as `PrimalSettings`, naming the options as typed.
         """
         names = ("rank", "features", "window", "feature_map", "weights", "readout", "ksvd_weight")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return PrimalSettings.paper(**given) if self.preset == "paper" else PrimalSettings(**given)
+        return PrimalSettings.paper(causal, **given) if self.preset == "paper" else PrimalSettings(**given)
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ from hf_primal.initialise import Progress, initialise_layers, solve_readouts
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
-from hf_primal.observe import Replay
+from hf_primal.observe import Replay, with_decoder_inputs
 from hf_primal.refine import refine
 from hf_primal.report import ConversionReport, break_even, measure_fidelity, measure_latency, position_limit
 from hf_primal.surgery import build_converted, primal_class
@@ -72,7 +72,10 @@ def convert_model(
         calibration = mixed_lengths(read_passages(None), 300, seed)
     lengths = text_lengths(model, processor, max_length)
     parts = split_batches(calibration, processor, lengths, batch_size, seed)
-    batches, held_out = ([{k: v.to(model.device) for k, v in batch.items()} for batch in part] for part in parts)
+    batches, held_out = (
+        [{k: v.to(model.device) for k, v in with_decoder_inputs(model, batch).items()} for batch in part]
+        for part in parts
+    )
 
     modules = {index: module for index, (_, module) in chosen.items()}
     replay = Replay(model, modules, batches, int(memory_gb * 1e9))
@@ -113,6 +116,12 @@ def convert_model(
         versions=dict(converted.config.primal_versions),
     )
     tell("measure", 1, 1, "")
+    sliding = {layer.index: layer.sliding_window for layer in report.layers if layer.sliding_window}
+    if sliding:
+        report.notes.append(
+            f"layers {', '.join(map(str, sliding))} attend within a sliding window of {max(sliding.values())} tokens, "
+            "and still do; being linear in time already, they gain no speed"
+        )
     return converted, report
 
 

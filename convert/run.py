@@ -19,6 +19,7 @@ from hf_primal.convert.write import check_output, write_folder
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.observe import with_decoder_inputs
 
 BUILT_IN = (
     "Calibrated on the text inside Python; text like yours keeps more, especially at long lengths: use --calibration"
@@ -45,15 +46,17 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console(stderr=json or quiet, quiet=quiet or (json and not sys.stderr.isatty()))
-    settings, folder = config.settings, config.folder
+    config.settings()  # what is wrong with it alone is told before any work
+    folder = config.folder
     find_device(config.device)
     if not dry_run:
         check_output(folder, config.overwrite)
     blueprint = draw_blueprint(config.model, config.task, config.revision, config.trust_remote_code)
     chosen = choose_layers(blueprint.model, config.layers)
+    settings = config.settings(any(getattr(module, "is_causal", False) for _, module in chosen.values()))
     added = {index: added_parameters(module, settings) for index, (_, module) in chosen.items()}
     if dry_run:
-        return plan(config, blueprint, added, console)
+        return plan(config, settings, blueprint, added, console)
     passages = mixed_lengths(read_passages(config.calibration, config.text_column), config.samples, config.seed)
     teacher = load_teacher(
         config.model, blueprint, config.revision, config.trust_remote_code, config.device, config.dtype
@@ -83,10 +86,11 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
         report,
         model=name,
         command=command,
-        notes=notes,
+        notes=report.notes + notes,
         calibration={"source": source, "passages": len(passages), **report.calibration},
     )
     inputs = tokenise(teacher.processor, passages[:4], report.calibration["max_length"], 4)[0]
+    inputs = with_decoder_inputs(teacher.model, inputs)
     base_model = config.base_model or (None if os.path.isdir(config.model) else config.model)
     with console.status("Saving, and reloading in a fresh process"):
         write_folder(
@@ -124,7 +128,9 @@ def multiplications(head_dim: int, settings: PrimalSettings) -> int:
     return maps + 2 * p * s + context + 2 * s * d
 
 
-def plan(config: ConvertConfig, blueprint: Blueprint, added: dict[int, int], console: Console) -> dict[str, Any]:
+def plan(
+    config: ConvertConfig, settings: PrimalSettings, blueprint: Blueprint, added: dict[int, int], console: Console
+) -> dict[str, Any]:
     """What a run would do: the layers, which would be replaced, and the cost, from the config alone (no weights)."""
     name = type(blueprint.model).__name__
     table = Table(
@@ -139,7 +145,7 @@ def plan(config: ConvertConfig, blueprint: Blueprint, added: dict[int, int], con
     console.print(table)
     costs = Table("tokens", "softmax", "Primal-Attention", title="Multiplications per head, token")
     dim = next(layer["head_dim"] for layer in layers if layer["index"] in added)
-    rows = [(tokens, 2 * tokens * dim, multiplications(dim, config.settings)) for tokens in (128, 512, 2048, 8192)]
+    rows = [(tokens, 2 * tokens * dim, multiplications(dim, settings)) for tokens in (128, 512, 2048, 8192)]
     for row in rows:
         costs.add_row(*(f"{number:,}" for number in row))
     console.print(costs)

@@ -92,6 +92,11 @@ def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> Tens
         Wr = Wr * torch.where((We * Wr).sum(-2, keepdim=True) < 0, -1.0, 1.0)  # W_o absorbs the sign; J needs the trace
         observed = S.square().sum(-1)
     else:
+        if moments.horizon is not None and moments.horizon <= (primal.settings.window or 0):
+            with torch.no_grad():  # the band covers all that the layer sees
+                primal.We.zero_()
+                primal.Wr.zero_()
+            return moments.energy.new_zeros(len(primal.We[0]))
         if not moments.pairs:
             raise ValueError(
                 f"every calibration passage is shorter than the window of {primal.settings.window} tokens, so there is "

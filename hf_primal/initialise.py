@@ -73,7 +73,8 @@ def initialise_layers(
     """
     primals, reports = new_layers(chosen, replay, settings), {}
     if settings.feature_map == "landmark":
-        samples = {index: LandmarkSample(-(-LANDMARK_TOKENS // len(replay)), generator) for index in primals}
+        share = -(-LANDMARK_TOKENS // len(replay))
+        samples = {index: LandmarkSample(primal, share, generator) for index, primal in primals.items()}
         gather(samples, replay, tell, 1)
         for index, primal in primals.items():
             place_landmarks(primal, samples[index])
@@ -89,6 +90,7 @@ def initialise_layers(
             head_dim=primal.out_map.shape[-1],
             spectrum=spectrum.tolist(),
             energy=min(float(spectrum[: settings.rank].sum()), 1.0),
+            sliding_window=moments[index].horizon,
         )
     for index, error in solve_readouts(primals, replay, tell).items():
         reports[index].error_closed_form = error

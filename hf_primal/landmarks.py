@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.moments import scaled_states
 from hf_primal.observe import States
 
 
 @dataclass
 class LandmarkSample:
-    """Random scaled queries and keys of one layer, (H, M, d) each, to place landmarks among."""
+    """Random scaled queries and keys of one layer, (H, M, d) each, as its feature maps meet them."""
 
+    primal: PrimalAttention
     per_batch: int
     generator: torch.Generator
 
@@ -29,7 +31,8 @@ class LandmarkSample:
         """Take at most `per_batch` valid tokens of one call."""
         where = states.valid.flatten().nonzero().squeeze(-1)
         where = where[torch.randperm(len(where), generator=self.generator)[: self.per_batch].to(where.device)]
-        for kept, points in ((self.queries, states.query * states.scaling), (self.keys, states.key)):
+        averaged = self.primal.averaged(*scaled_states(states), states.valid, states.causal)
+        for kept, points in zip((self.queries, self.keys), averaged, strict=True):
             kept.append(points.transpose(0, 1).flatten(1, 2)[:, where].float())
 
 

@@ -66,21 +66,10 @@ def choose_layers(model: PreTrainedModel, text: str) -> dict[int, tuple[str, nn.
             f"{kind} cannot be converted: its attention does not go through Transformers' attention interface; "
             "families such as bert, roberta, electra, distilbert do"
         )
-    for name, module in modules:
-        if getattr(module, "is_causal", False):
-            raise ValueError(f"{kind} cannot be converted yet: {name} is causal, and only encoders are supported")
     depth = getattr(model.config, "num_hidden_layers", len(modules))
     if len(modules) < depth and text.strip() != "all":
         raise ValueError(
             f"{kind} shares {len(modules)} attention module(s) among its {depth} layers, so --layers {text!r} cannot "
             "be replaced alone; use --layers all"
         )
-    chosen = parse_layers(text, len(modules))
-    for index in chosen:
-        name, module = modules[index]
-        if getattr(module, "sliding_window", None):
-            raise ValueError(
-                f"layer {index} ({name}) has a sliding window, which Primal-Attention does not keep; "
-                "leave it out of --layers"
-            )
-    return {index: modules[index] for index in chosen}
+    return {index: modules[index] for index in parse_layers(text, len(modules))}

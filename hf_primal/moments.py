@@ -18,13 +18,21 @@ def exact_zeros(primal: PrimalAttention, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
+def scaled_states(states: States) -> tuple[Tensor, Tensor]:
+    """Scaled queries and keys, each (B, H, N, d) in float32 or better, zero at padding."""
+    precise = torch.promote_types(states.query.dtype, torch.float32)
+    groups, hidden = states.query.shape[1] // states.key.shape[1], ~states.valid[:, None, :, None]
+    q, k = states.query.to(precise) * states.scaling, states.key.to(precise).repeat_interleave(groups, 1)
+    return q.masked_fill(hidden, 0.0), k.masked_fill(hidden, 0.0)
+
+
 class Moments:
     """Streaming statistics of one layer's observed attention, seen through the features.
 
     T_ij is what the far kernel has to be: exp(q_i . k_j - log_sum_i) for far pairs and 0 in the band for
-    non-negative factors, N_i A_ij (A the softmax attention) for signed ones. Sums run over valid pairs:
-    cross = sum psi_q T psi_k^T, gram_q = sum psi_q psi_q^T weighted by each row's far partners, gram_k likewise,
-    all (H, p, p); energy = sum T^2, (H,).
+    non-negative factors, N_i A_ij (A the softmax attention, N_i the keys that row i sees) for signed ones. Sums run
+    over valid pairs in sight: cross = sum psi_q T psi_k^T, gram_q = sum psi_q psi_q^T weighted by the far keys that
+    each row sees, gram_k by the far rows that see each key, all (H, p, p); energy = sum T^2, (H,).
     """
 
     def __init__(self, primal: PrimalAttention) -> None:
@@ -33,49 +41,53 @@ class Moments:
         self.cross, self.gram_q, self.gram_k = (exact_zeros(primal, heads, dim, dim) for _ in range(3))
         self.energy = exact_zeros(primal, heads)
         self.pairs = 0.0
+        self.horizon: int | None = None
 
     def update(self, states: States) -> None:
         """Add one call of the layer."""
         settings = self.primal.settings
-        precise = torch.promote_types(states.query.dtype, torch.float32)
-        q, k = states.query.to(precise) * states.scaling, states.key.to(precise)
-        psi_q, psi_k, log_sum = self.primal.feature_maps(q, k)
+        q, k = scaled_states(states)
+        psi_q, psi_k, log_sum = self.primal.feature_maps(*self.primal.averaged(q, k, states.valid, states.causal))
         hidden = ~states.valid[:, None, :, None]
         psi_q, psi_k = psi_q.masked_fill(hidden, 0.0), psi_k.masked_fill(hidden, 0.0)
-        positions, partners = torch.arange(q.shape[-2], device=q.device), []
-        for rows in positions.split(max(CHUNK // (q.shape[0] * q.shape[1] * q.shape[2]), 1)):
-            scores = q[:, :, rows] @ k.mT
-            far = (positions[rows, None] - positions).abs() >= (settings.window or 0)
-            far = far & states.valid[:, None, :] & states.valid[:, rows, None]
+        partners, seers = [], torch.zeros_like(states.valid, dtype=torch.int64)
+        for rows in torch.arange(q.shape[-2], device=q.device).split(max(CHUNK // (q[..., 0].numel()), 1)):
+            offset, seen = states.sight(rows)
+            far = seen & (offset.abs() >= (settings.window or 0))
             partners.append(far.sum(-1))
-            hide = ~far[:, None]
+            seers += far.sum(-2)
+            scores = states.logits(q[:, :, rows], k, offset)
             if settings.nonnegative:
                 assert log_sum is not None
                 exponent = (scores - log_sum[:, :, rows]).clamp(max=EXPONENT_LIMIT)
-                target = exponent.masked_fill(hide, float("-inf")).exp()
+                target = exponent.masked_fill(~far[:, None], float("-inf")).exp()
             else:
-                attention = scores.masked_fill(hide, torch.finfo(precise).min).softmax(-1)
-                target = (attention * states.valid.sum(-1)[:, None, None, None]).masked_fill(hide, 0.0)
+                attention = scores.masked_fill(~far[:, None], torch.finfo(q.dtype).min).softmax(-1)
+                target = (attention * far.sum(-1)[:, None, :, None]).masked_fill(~far[:, None], 0.0)
             self.cross += (psi_q[:, :, rows].mT @ (target @ psi_k)).sum(0)
             self.energy += target.square().sum((0, 2, 3))
-        weight = torch.cat(partners, -1).to(precise)[:, None, :, None]
-        self.gram_q += ((psi_q * weight).mT @ psi_q).sum(0)
-        self.gram_k += ((psi_k * weight).mT @ psi_k).sum(0)
-        self.pairs += float(weight.sum())
+        for gram, psi, weight in ((self.gram_q, psi_q, torch.cat(partners, -1)), (self.gram_k, psi_k, seers)):
+            gram += ((psi * weight.to(psi.dtype)[:, None, :, None]).mT @ psi).sum(0)
+        self.pairs += float(seers.sum())
+        self.horizon = states.horizon
 
 
 class SlotMoments:
     """Streaming mean of N_i A_ij between the sampled positions, for the paper's sampled weights."""
 
+    horizon = None  # sampled weights see the whole sequence
+
     def __init__(self, primal: PrimalAttention) -> None:
+        self.primal = primal
         heads, slots = primal.We.shape[:2]
         self.total, self.count = exact_zeros(primal, heads, slots, slots), exact_zeros(primal, slots, slots)
 
     def update(self, states: States) -> None:
         """Add one call of the layer."""
-        q, k = states.query.float() * states.scaling, states.key.float()
+        q, k = scaled_states(states)
         index, used = sample_positions(q.shape[-2], len(self.count), states.valid, q.device)
         rows = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
+        self.primal.check_sight(states.causal, states.horizon)
         scores = (rows @ k.mT).masked_fill(~states.valid[:, None, None], torch.finfo(q.dtype).min)
         columns = index[:, None, None].expand(-1, *scores.shape[1:3], -1)
         pairs = (used[:, :, None] & used[:, None]).to(q.dtype)

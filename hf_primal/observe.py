@@ -4,6 +4,7 @@ Memory: the states of the batches that fit a limit are kept, the others are comp
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -16,19 +17,38 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from hf_primal.modeling.primal_attention import key_padding, visible
+from hf_primal.modeling.primal_attention import in_sight
+from hf_primal.modeling.primal_interface import key_padding, relative_bias, sight_of, visible
 
 
 @dataclass(frozen=True)
 class States:
-    """One call of one layer. Letters: B batch, H query heads, N tokens, d head dim."""
+    """One call of one layer. Letters: B batch, H query heads, G key/value heads, N tokens, d head dim."""
 
     query: Tensor  # (B, H, N, d)
-    key: Tensor  # (B, H, N, d), repeated to the query heads
-    value: Tensor  # (B, H, N, d)
+    key: Tensor  # (B, G, N, d)
+    value: Tensor  # (B, G, N, d)
     output: Tensor  # (B, H, N, d), what the teacher's softmax attention answered
     valid: Tensor  # (B, N) bool
     scaling: float
+    causal: bool = False
+    horizon: int | None = None  # of a sliding window, as for `PrimalAttention.forward`
+    bias: Tensor | None = None  # (H, 2N - 1), likewise
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of `PrimalAttention.forward`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "output"}
+
+    def sight(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Query minus key position, (R, N), and which keys these valid rows see, (B, R, N)."""
+        offset = rows[:, None] - torch.arange(self.query.shape[-2], device=rows.device)
+        seen = in_sight(offset, self.causal, self.horizon)
+        return offset, seen & self.valid[:, None, :] & self.valid[:, rows, None]
+
+    def logits(self, q: Tensor, k: Tensor, offset: Tensor) -> Tensor:
+        """q . k with the position bias, (B, H, R, N), for scaled queries (B, H, R, d) at these offsets."""
+        scores = q @ k.mT
+        return scores if self.bias is None else scores + self.bias[:, self.bias.shape[-1] // 2 - offset]
 
     def nbytes(self) -> int:
         """Bytes held."""
@@ -36,20 +56,46 @@ class States:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
+UNKNOWN_TERMS = {"softcap": "caps its scores", "s_aux": "has attention sinks"}
+
+
 def _refuse_unlike_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]
 ) -> None:
-    """Refuse what the layer cannot stand for: position biases, causal attention, cross-attention, odd head dims."""
+    """Refuse what the layer cannot stand for: cross-attention, odd head dims, terms that it does not know."""
     kind = type(module).__name__
-    if options.get("position_bias") is not None:
-        raise ValueError(f"{kind} adds a position bias to its attention, which is not supported yet")
-    if options.get("is_causal", getattr(module, "is_causal", False)):
-        raise ValueError(f"{kind} is causal, which is not supported yet")
+    for name, what in UNKNOWN_TERMS.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{kind} {what} ({name}), which a replaced layer does not do")
     if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
         raise ValueError(
             f"{kind} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}; "
             "their lengths and head dims must be the same"
         )
+    bias = options.get("position_bias")
+    if isinstance(bias, Tensor):
+        if sight_of(module, options)[0]:
+            raise ValueError(
+                f"{kind} adds a position bias in a decoder, which a constant generation state cannot follow; "
+                "replace layers of the encoder alone"
+            )
+        positions = torch.arange(query.shape[-2], device=query.device)
+        known = relative_bias(bias)
+        assert known is not None
+        if len(bias) > 1 or not torch.equal(bias[0], known[:, positions - positions[:, None] + len(positions) - 1]):
+            raise ValueError(f"{kind} adds a bias that depends on more than the distance of two tokens")
+
+
+def _refuse_unlike_mask(states: States, mask: Tensor, kind: str) -> None:
+    """Refuse a mask that is anything but padding, causality and the sliding window that the call tells."""
+    if mask.ndim != 4 or mask.shape[-2] != states.query.shape[-2]:
+        return
+    _, seen = states.sight(torch.arange(states.query.shape[-2], device=mask.device))
+    shown = visible(mask)
+    if ((shown != seen[:, None]) & states.valid[:, None, :, None]).any():
+        raise ValueError(f"{kind} has a mask that is not padding, causality or a sliding window; it cannot be replaced")
+    if mask.is_floating_point() and (mask.masked_fill(~shown, 0.0) != 0).any():
+        raise ValueError(f"{kind} adds a bias to its attention through the mask, which a replaced layer cannot read")
 
 
 def _observed_attention(
@@ -57,28 +103,26 @@ def _observed_attention(
 ) -> tuple[Tensor, None]:
     """Softmax attention as the teacher does it, reported to the module's observer."""
     _refuse_unlike_attention(module, query, key, value, kwargs)
-    valid = key_padding(attention_mask, key.shape[-2])
+    causal, horizon = sight_of(module, kwargs)
+    valid = key_padding(attention_mask, key.shape[-2], 0, horizon)
     if valid is None:
         valid = torch.ones(1, key.shape[-2], dtype=torch.bool, device=key.device)
-    elif attention_mask is not None and attention_mask.ndim == 4:
-        unlike = visible(attention_mask) != valid[:, None, None, :]
-        if (unlike & valid[:, None, :, None]).any():
-            raise ValueError(
-                f"{type(module).__name__} hides more than padding (it is causal or local), which is not supported yet"
-            )
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    groups = query.shape[1] // key.shape[1]
-    scaling = kwargs.get("scaling")
-    module._observer(  # type: ignore[operator]
-        States(
-            query.detach(),
-            key.detach().repeat_interleave(groups, 1),
-            value.detach().repeat_interleave(groups, 1),
-            output.detach().transpose(1, 2),
-            valid.expand(query.shape[0], -1),
-            scaling if isinstance(scaling, float) else query.shape[-1] ** -0.5,
-        )
+    scaling, bias = kwargs.get("scaling"), relative_bias(kwargs.get("position_bias"))
+    states = States(
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        output.detach().transpose(1, 2),
+        valid.expand(query.shape[0], -1),
+        scaling if isinstance(scaling, float) else query.shape[-1] ** -0.5,
+        causal,
+        horizon,
+        None if bias is None else bias.detach(),
     )
+    if attention_mask is not None:
+        _refuse_unlike_mask(states, attention_mask, type(module).__name__)
+    module._observer(states)  # type: ignore[operator]
     return output, None
 
 
@@ -159,3 +203,16 @@ class Replay:
     def __iter__(self) -> Iterator[dict[int, list[States]]]:
         """One pass over the calibration data."""
         return (self[position] for position in range(len(self)))
+
+
+def with_decoder_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, and for an encoder-decoder that got token ids alone the same tokens, shifted, for its decoder."""
+    complete = dict(batch)
+    wanted = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if wanted and "input_ids" in batch and not {"decoder_input_ids", "labels"} & set(batch):
+        start = getattr(model.config, "decoder_start_token_id", None)
+        first = torch.full_like(batch["input_ids"][:, :1], model.config.pad_token_id or 0 if start is None else start)
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        complete["decoder_input_ids"] = torch.cat((first, batch["input_ids"][:, :-1]), 1)
+        complete["decoder_attention_mask"] = torch.cat((torch.ones_like(mask[:, :1]), mask[:, :-1]), 1)
+    return complete

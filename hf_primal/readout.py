@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_primal.factors import FLOOR
 from hf_primal.modeling.primal_attention import PrimalAttention
-from hf_primal.moments import exact_zeros
+from hf_primal.moments import exact_zeros, scaled_states
 from hf_primal.observe import States
 
 RIDGE = 1e-2  # ridge strength relative to the mean power
@@ -45,14 +45,12 @@ class Readout:
 
     def update(self, states: States) -> None:
         """Add one call of the layer."""
-        context, scores = self.primal.context_and_scores(
-            states.query, states.key, states.value, states.valid, states.scaling
-        )
+        context, scores = self.primal.context_and_scores(**states.inputs())
         self.squares += scores.square().sum((0, 2))  # zero at padding
         if self.features is not None:
-            q, k = states.query.float() * states.scaling, states.key.float()
+            averaged = self.primal.averaged(*scaled_states(states), states.valid, states.causal)
+            psi_q, psi_k, _ = self.primal.feature_maps(*averaged)
             hidden = ~states.valid[:, None, :, None]
-            psi_q, psi_k, _ = self.primal.feature_maps(q, k)
             for gram, psi in zip(self.features, (psi_q, psi_k), strict=True):
                 psi = psi.masked_fill(hidden, 0.0)
                 gram += (psi.mT @ psi).sum(0)

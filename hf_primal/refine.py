@@ -16,7 +16,7 @@ def output_error(layer: Callable[..., Tensor], calls: list[States]) -> Tensor:
     """Squared error of a layer's output over valid tokens, relative to the teacher's power, a scalar."""
     errors, powers = [], []
     for states in calls:
-        output = layer(states.query, states.key, states.value, states.valid, states.scaling).transpose(1, 2)
+        output = layer(**states.inputs()).transpose(1, 2)
         hidden = ~states.valid[:, None, :, None]
         errors.append((output - states.output).float().masked_fill(hidden, 0.0).square().sum())
         powers.append(states.output.float().masked_fill(hidden, 0.0).square().sum())
@@ -47,9 +47,9 @@ class LogFactors(nn.Module):
         """We and Wr as the layer wants them; empty for signed factors."""
         return {name: log.exp() for name, log in self.logs.items()}
 
-    def forward(self, *states: Any) -> Tensor:
+    def forward(self, **states: Any) -> Tensor:
         """As the layer."""
-        return torch.func.functional_call(self.primal, self.factors(), states)
+        return torch.func.functional_call(self.primal, self.factors(), kwargs=states)
 
 
 def refine(

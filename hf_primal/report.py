@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_primal.observe import with_decoder_inputs
+
 SCHEMA_VERSION = 1
 LENGTHS = (128, 512, 2048)  # tokens at which latency is measured, where positions allow
 
@@ -27,6 +29,7 @@ class LayerReport:
     head_dim: int
     spectrum: list[float]  # part of the observed attention's energy in each singular component, largest first
     energy: float  # the sum of the first `rank` of them, 0..1
+    sliding_window: int | None = None  # tokens, of a layer that attends within one
     error_closed_form: float = math.nan
     error_refined: float | None = None
 
@@ -102,8 +105,8 @@ def measure_fidelity(
     with torch.no_grad():
         for batch in batches:
             ours, theirs = (m.eval()(**batch, output_hidden_states=True) for m in (converted, teacher))
-            hidden = [out.hidden_states[-1].float() for out in (ours, theirs)]
-            mask = batch.get("attention_mask", torch.ones(hidden[0].shape[:2], device=hidden[0].device)).bool()
+            hidden = [last_hidden_state(out).float() for out in (ours, theirs)]
+            mask = output_mask(teacher, batch, hidden[0])
             cosine += float(torch.cosine_similarity(hidden[0], hidden[1], dim=-1)[mask].double().sum())
             tokens += int(mask.sum())
             sequences += len(mask)
@@ -116,6 +119,22 @@ def measure_fidelity(
     return Fidelity(
         sequences, tokens, cosine / max(tokens, 1), divergence / positions if positions else None, calibration_data
     )
+
+
+def last_hidden_state(output: Any) -> Tensor:
+    """(B, N, hidden) of an output that has all hidden states; the decoder's of an encoder-decoder."""
+    states = output.get("hidden_states")
+    return (output.decoder_hidden_states if states is None else states)[-1]
+
+
+def output_mask(model: PreTrainedModel, batch: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Which output positions are no padding, bool of the first two dimensions of `hidden`."""
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    if mask is not None and mask.shape != hidden.shape[:2] and hasattr(model, "_get_feature_vector_attention_mask"):
+        mask = model._get_feature_vector_attention_mask(hidden.shape[1], mask)  # speech: samples to frames
+    if mask is None or mask.shape != hidden.shape[:2]:
+        mask = torch.ones(hidden.shape[:2], device=hidden.device)
+    return mask.bool()
 
 
 def position_limit(model: PreTrainedModel) -> int:
@@ -156,7 +175,7 @@ def _timed_forward(model: PreTrainedModel, ids: Tensor) -> float:
         wait()
     begin = time.perf_counter()
     with torch.no_grad():
-        model(input_ids=ids)
+        model(**with_decoder_inputs(model, {"input_ids": ids}))
     if wait:
         wait()
     return time.perf_counter() - begin

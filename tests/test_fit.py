@@ -27,7 +27,7 @@ def fitted(settings, states):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         if settings.feature_map == "landmark":
-            sample = LandmarkSample(500, generator)
+            sample = LandmarkSample(layer, 500, generator)
             sample.update(states)
             place_landmarks(layer, sample)
         moments = (statistics.SlotMoments if settings.weights == "sampled" else statistics.Moments)(layer)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_primal import PrimalAttention, PrimalSettings
-from hf_primal.modeling.primal_attention import key_padding, sample_positions
+from hf_primal.modeling.primal_attention import in_sight, sample_positions
+from hf_primal.modeling.primal_interface import key_padding
 
 FORMS = {
     "default": PrimalSettings(rank=3, features=6, window=4),
@@ -177,10 +178,12 @@ def test_sampling_takes_evenly_spaced_valid_tokens_each_once(tokens, slots):
 def test_key_padding_reads_every_kind_of_mask():
     keep = torch.tensor([[1, 1, 0, 0, 1, 1]], dtype=torch.bool)
     full = keep[:, None, None, :].expand(-1, 1, 6, -1)
-    sliding = full & (torch.arange(6)[:, None] - torch.arange(6)).abs().le(1)
+    near = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
     additive = torch.zeros(full.shape).masked_fill(~full, torch.finfo(torch.float32).min)
-    for mask in (keep, full, sliding, additive):
+    for mask in (keep, keep.long(), full, full[:, :, :1], additive):
         assert torch.equal(key_padding(mask, 6), keep)
+    assert torch.equal(key_padding(full & near, 6, horizon=2), keep)
+    assert torch.equal(key_padding(full[:, :, 4:], 2, start=4), keep[:, 4:])
     assert key_padding(None, 6) is None
 
 

@@ -15,14 +15,18 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
 
+from .cache_primal import adopt, remember_cache
 from .configuration_primal import primal_config_class
-from .primal_attention import PrimalAttention, PrimalSettings, primal_attention_forward
+from .primal_attention import PrimalAttention, PrimalSettings
+from .primal_interface import primal_attention_forward
 
 AttentionInterface.register("primal", primal_attention_forward)
+logger = transformers.logging.get_logger(__name__)
 
 
 def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -37,18 +41,24 @@ def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for entry in entries if isinstance(entries, list) else [entries]:
             kind, layer = getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
             for name, module in owner.named_modules(prefix=prefix):
-                if kind and isinstance(module, kind) and (not layer or layer.strip(".") in name.split(".")):
-                    found[name] = module
+                if isinstance(kind, type) and isinstance(module, kind) and (not layer or layer.strip(".") in name.split(".")):
+                    found |= attention_inside(name, module)
     return [(name, module) for name, module in model.named_modules() if name in found]
 
 
+def attention_inside(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The attention module of a recorded one: itself, or its child that has the config (T5 records the whole block)."""
+    inner = {f"{name}.{child_name}": child for child_name, child in module.named_children() if hasattr(child, "config")}
+    return inner if inner and not hasattr(module, "config") else {name: module}
+
+
 def head_shape(module: nn.Module, config: Any) -> tuple[int, int]:
-    """Query heads H and head dim d of an attention module."""
-    heads = getattr(module, "num_attention_heads", None) or config.num_attention_heads
-    for owner, field in ((module, "head_dim"), (module, "attention_head_size"), (config, "head_dim")):
-        if isinstance(getattr(owner, field, None), int):
-            return heads, getattr(owner, field)
-    return heads, config.hidden_size // heads
+    """Query heads H and head dim d of an attention module, which knows them by one of several names."""
+    counts = [getattr(module, field, None) for field in ("num_attention_heads", "num_heads", "n_heads")]
+    heads = next((count for count in counts if isinstance(count, int)), config.num_attention_heads)
+    dims = [getattr(module, field, None) for field in ("head_dim", "attention_head_size", "head_size")]
+    dims += [getattr(module, "key_value_proj_dim", None), getattr(config, "head_dim", None)]
+    return heads, next((dim for dim in dims if isinstance(dim, int)), config.hidden_size // heads)
 
 
 def install(model: PreTrainedModel) -> None:
@@ -61,10 +71,9 @@ def install(model: PreTrainedModel) -> None:
                 f"primal_layers has {index}, but this model's self-attention layers are 0..{len(modules) - 1}"
             )
         module: Any = modules[index][1]
-        if getattr(module, "is_causal", False):
-            raise ValueError(f"layer {index} ({modules[index][0]}) is causal, which Primal-Attention layers are not")
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = "primal"
+        module.register_forward_pre_hook(remember_cache, with_kwargs=True)
         module.primal = PrimalAttention(*head_shape(module, module.config), settings)
 
 
@@ -77,12 +86,24 @@ def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
         type(self)._init_weights(self, module)
 
 
+def tell_attentions(model: PreTrainedModel) -> None:
+    """Say once which layers the recorded attentions are of: the replaced ones have no attention matrix."""
+    replaced = model.config.primal_layers or []
+    kept = [index for index in range(len(self_attention_modules(model))) if index not in replaced]
+    logger.warning_once(
+        f"output_attentions: replaced layers {replaced} have no attention matrix; the attentions are those of layers "
+        f"{kept}, in this order"
+    )
+
+
 def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Add ksvd_weight * mean over layers of J^2 to the loss of a training forward (equation 10)."""
 
     @functools.wraps(forward)  # Trainer reads the signature to decide which columns to keep
     def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         layers = [module for module in self.modules() if isinstance(module, PrimalAttention)]
+        if kwargs.get("output_attentions"):
+            tell_attentions(self)
         for layer in layers:
             layer.last, layer.regularised = None, self.config.ksvd_weight > 0
         output = forward(self, *args, **kwargs)
@@ -118,6 +139,17 @@ class PrimalMixin(PreTrainedModel):
             if isinstance(module, PreTrainedModel):
                 vars(module)["_init_weights"] = MethodType(_init_weights, module)
         self.post_init()
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        """Give the replaced layers their place in the cache that `generate` starts from, whatever it is called."""
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        modules = [m for m in self.modules() if hasattr(m, "primal") and getattr(m, "is_causal", False)]
+        for cache in (value for value in model_kwargs.values() if isinstance(value, Cache | EncoderDecoderCache)):
+            for module in modules:
+                adopt(cache, module.layer_idx)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+        return result
 
 
 def auto_heads(base_type: str) -> dict[str, str]:

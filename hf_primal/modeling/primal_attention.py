@@ -1,11 +1,11 @@
 """Primal-Attention as one layer: scores from the asymmetric kernel SVD, read out in linear time.
 
-Letters: B batch, H heads, N tokens, d head dim, p feature dim, s rank, w window, C chunk.
+Letters: B batch, H query heads, G key/value heads, N tokens, d head dim, p feature dim, s rank, w window, C chunk.
 Time O(N (p s + s d + w d)) and memory O(N (p + w)) per head: no N x N matrix exists at any point.
 The work is done in float32 or better, whatever the model's dtype.
 
 Source: Primal-Attention, arXiv:2305.19798 (equations 6 to 10). The landmark features, the read-out
-`values` with its exact band, and the handling of padding are ours.
+`values` with its exact band, its causal form, and the handling of padding are ours.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EXPONENT_LIMIT = 30.0  # landmark key features stay below exp(30), far inside float32
+BLOCK = 256  # rows of a sliding-window layer that meet their keys at once
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,13 @@ class PrimalSettings:
             raise ValueError(f"window {self.window} needs readout values and non-negative factors; use window 0")
 
     @classmethod
-    def paper(cls, **changes: object) -> "PrimalSettings":
-        """The paper's encoder mechanism: cosine features, sampled weights, scores read-out (rank 20 of its grid)."""
-        own = {"rank": 20, "feature_map": "cosine", "weights": "sampled", "readout": "scores"}
+    def paper(cls, causal: bool = False, **changes: object) -> "PrimalSettings":
+        """The paper's mechanism: cosine features, scores read-out (rank 20 of its grid).
+
+        Sampled weights for encoders; fixed ones, on running means of q and k, for `causal` layers.
+        """
+        weights = "fixed" if causal else "sampled"
+        own = {"rank": 20, "feature_map": "cosine", "weights": weights, "readout": "scores"}
         return cls(**{**own, **changes})  # type: ignore[arg-type]
 
 
@@ -154,23 +159,43 @@ class PrimalAttention(nn.Module):
         return values
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, scaling: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None = None,
+        scaling: float | None = None,
+        causal: bool = False,
+        horizon: int | None = None,
+        bias: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             query: (B, H, N, d), as the attention module hands it over (after RoPE and norms).
-            key: (B, H, N, d).
-            value: (B, H, N, d).
+            key: (B, G, N, d); G divides H.
+            value: (B, G, N, d).
             valid: (B, N) bool, True for tokens and False for padding; None when there is no padding.
             scaling: factor of q . k, d ** -0.5 when None.
+            causal: a query sees no later key.
+            horizon: a query sees keys at a distance below this; None is no limit.
+            bias: (H, 2M - 1), M >= N, what is added to q . k in the band by key position minus query position,
+                from -(M - 1) to M - 1.
+            state: what is kept of the tokens before these, for causal layers; brought up to date in place. An empty
+                dict is the start of a sequence.
 
         Returns:
             (B, N, H, d) in the query's dtype; zero at padding. While training, `last` holds the KSVD
             objective J, a float32 scalar.
+
+        Raises:
+            ValueError: sampled weights in a causal layer; a horizon without non-negative factors.
         """
         with torch.autocast(query.device.type, enabled=False):
-            context, scores = self.context_and_scores(query, key, value, valid, scaling)
+            context, scores = self.context_and_scores(
+                query, key, value, valid, scaling, causal=causal, horizon=horizon, bias=bias, state=state
+            )
             output = self.readable(scores) @ self.out_map.to(scores.dtype) + self.out_bias.to(scores.dtype)
             if context is not None:
                 output = output + context @ self.value_map.to(scores.dtype)
@@ -181,36 +206,130 @@ class PrimalAttention(nn.Module):
             return output.transpose(1, 2).to(query.dtype)
 
     def context_and_scores(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, scaling: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None = None,
+        scaling: float | None = None,
+        causal: bool = False,
+        horizon: int | None = None,
+        bias: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """C (B, H, N, d), None for the scores read-out, and the scores [e; r] (B, H, N, 2s).
 
         Both in float32 or better. Arguments as for `forward`. Source: equation 6; c is ours (design, section 2).
         """
+        self.check_sight(causal, horizon)
         precise = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = query.to(precise), key.to(precise), value.to(precise)
+        tokens, groups = query.shape[-2], query.shape[1] // key.shape[1]
+        seen = valid
+        if state is not None:
+            key, value, seen = self.recall(state, query, key, value, valid, horizon)
+        q, k, v = query.to(precise), *(x.to(precise).repeat_interleave(groups, 1) for x in (key, value))
         if valid is not None:
-            hidden = ~valid[:, None, :, None]
-            q, k, v = (x.masked_fill(hidden, 0.0) for x in (q, k, v))
+            q = q.masked_fill(~valid[:, None, :, None], 0.0)
+        if seen is not None:
+            k, v = (x.masked_fill(~seen[:, None, :, None], 0.0) for x in (k, v))
         q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-        psi_q, psi_k, log_sum = self.feature_maps(q, k)
+        new_q, new_k = self.averaged(q, k[..., -tokens:, :], valid, causal, state)
+        psi_q, psi_k, log_sum = self.feature_maps(new_q, new_k)
         We, Wr = self.projections(v, valid)
         e, r = psi_q @ We, psi_k @ Wr
         if valid is not None:
-            e, r = e.masked_fill(hidden, 0.0), r.masked_fill(hidden, 0.0)
+            e, r = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (e, r))
         scores = torch.cat((e, r), -1)
         if self.settings.readout == "scores":
             return None, scores
-        if not self.settings.nonnegative:
-            tokens = v.shape[-2] if valid is None else valid.sum(-1).clamp(min=1)[:, None, None, None]
-            return e @ (r.mT @ v) / tokens, scores
+        if state is not None:
+            r = torch.cat((state["r"], r), -2)
+            state["r"] = r[..., tokens:, :]
         v = F.pad(v, (0, 1), value=1.0)  # the last column sums the kernel
-        if self.settings.window:
-            assert log_sum is not None
-            total = self.banded(q, k, v, e, r, log_sum, valid)
+        if causal or self.settings.window or horizon is not None:
+            total = self.banded(q, k, v, e, r, log_sum, seen, causal, horizon, bias, state)
         else:
             total = e @ (r.mT @ v)
-        return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(precise).tiny), scores
+        if self.settings.nonnegative:
+            return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(precise).tiny), scores
+        return total[..., :-1] / self.counted(q, valid, causal, state), scores
+
+    def check_sight(self, causal: bool, horizon: int | None) -> None:
+        """Refuse what a form of the layer has no meaning for; see `forward`."""
+        if causal and self.settings.weights == "sampled":
+            raise ValueError("weights sampled look at the whole sequence, which a causal layer must not; use fixed")
+        if horizon is not None and not (self.settings.nonnegative and self.settings.readout == "values"):
+            raise ValueError("a sliding-window layer needs readout values and feature_map landmark")
+
+    def recall(
+        self,
+        state: dict[str, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        horizon: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and validity of the tokens that the state still holds one by one, then of the new ones.
+
+        The state is updated to hold the latest of them; an empty one is filled with zeros of its final shapes.
+        """
+        batch, heads, tokens, dim = query.shape
+        if not state:
+            precise = torch.promote_types(query.dtype, torch.float32)
+            rank, exact = self.settings.rank, {"dtype": precise, "device": query.device}
+            state["count"] = torch.zeros(batch, dtype=torch.int64, device=query.device)
+            if self.settings.readout == "scores":
+                state["q_sum"], state["k_sum"] = (torch.zeros(batch, heads, dim, **exact) for _ in range(2))
+            else:
+                kept = self.reach(horizon)
+                state["keys"], state["values"] = (x.new_zeros(*x.shape[:2], kept, x.shape[3]) for x in (key, value))
+                state["r"] = torch.zeros(batch, heads, kept, rank, **exact)
+                state["valid"] = torch.zeros(batch, kept, dtype=torch.bool, device=query.device)
+                if horizon is None:
+                    state["far"] = torch.zeros(batch, heads, rank, dim + 1, **exact)
+        if valid is None:
+            valid = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
+        if self.settings.readout == "scores":
+            return key, value, valid
+        known = {"keys": key, "values": value, "valid": valid}
+        for name, new in known.items():
+            axis = 1 if name == "valid" else 2
+            known[name] = torch.cat((state[name], new), axis)
+            state[name] = known[name].narrow(axis, tokens, state[name].shape[axis])
+        return known["keys"], known["values"], known["valid"]
+
+    def averaged(
+        self, q: Tensor, k: Tensor, valid: Tensor | None, causal: bool, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the feature maps meet them: running means for causal scores, else as they are.
+
+        Source: the official code's causal form (q, k averaged over the tokens seen, before the map).
+        """
+        if self.settings.readout != "scores" or not causal:
+            return q, k
+        count = torch.ones_like(q[:, 0, :, 0]) if valid is None else valid.to(q.dtype)
+        count, sums = count.cumsum(-1), [x.cumsum(-2) for x in (q, k)]
+        if state is not None:
+            sums = [x + state[name][:, :, None] for x, name in zip(sums, ("q_sum", "k_sum"), strict=True)]
+            state["q_sum"], state["k_sum"] = (x[:, :, -1] for x in sums)
+            count = count + state["count"][:, None]
+            state["count"] = count[:, -1].to(torch.int64)
+        q, k = (x / count.clamp(min=1.0)[:, None, :, None] for x in sums)
+        return q, k
+
+    def counted(self, q: Tensor, valid: Tensor | None, causal: bool, state: dict[str, Tensor] | None) -> Tensor:
+        """How many keys each query sees, (B, 1, N or 1, 1): what signed factors are divided by."""
+        count = torch.ones_like(q[:, 0, :, 0], dtype=torch.int64) if valid is None else valid.to(torch.int64)
+        count = count.cumsum(-1) if causal else count.sum(-1, keepdim=True)
+        if state is not None:
+            count = count + state["count"][:, None]
+            state["count"] = count[:, -1]
+        return count.clamp(min=1)[:, None, :, None]
+
+    def reach(self, horizon: int | None) -> int:
+        """Tokens on either side of a chunk whose keys its rows meet one by one."""
+        return (self.settings.window or 0) if horizon is None else horizon - 1
 
     def readable(self, scores: Tensor) -> Tensor:
         """The scores as W_o meets them: e and r each of length 1 for landmark features, which are heavy-tailed."""
@@ -240,44 +359,119 @@ class PrimalAttention(nn.Module):
         return rows @ We, rows @ Wr
 
     def banded(
-        self, q: Tensor, k: Tensor, v: Tensor, e: Tensor, r: Tensor, log_sum: Tensor, valid: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        e: Tensor,
+        r: Tensor,
+        log_sum: Tensor | None,
+        seen: Tensor | None,
+        causal: bool = False,
+        horizon: int | None = None,
+        bias: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Exact softmax weights for |i - j| < w, the kernel e_i . r_j elsewhere, times v: (B, H, N, d + 1).
 
-        Rows come in chunks of C. A chunk meets its C + 2 w neighbours densely; what lies further left or right
-        is a sum of r v^T over whole chunks. All terms are positive, so nothing cancels, and where the chunks
-        begin changes nothing but rounding. Each row is scaled by exp(-max(0, its band maximum)).
+        Rows come in chunks of C. A chunk meets its C + 2 w neighbours (C + w, causal) densely; what lies further left
+        or right is a sum of r v^T over whole chunks, and over the state's past. All terms are positive for
+        non-negative factors, so nothing cancels, and where the chunks begin changes nothing but rounding. Each row is
+        scaled by exp(-max(0, its band maximum)). With a horizon all neighbours in sight are met densely.
+
+        k, v and r may begin with the tokens that the state held; `seen` is their validity.
         """
-        tokens, window = q.shape[-2], self.settings.window or 0
-        size = min(self.chunk_size, tokens)
-        tail = -tokens % size
-        width = size + 2 * window
-
-        def chunks(x: Tensor, left: int = 0) -> Tensor:
-            """(..., N, a) moved right by `left`, in chunks (..., N / C, C, a)."""
-            return F.pad(x, (0, 0, left, tail - left)).unflatten(-2, (-1, size))
-
-        def neighbours(x: Tensor) -> Tensor:
-            """(..., N, a) as each chunk's surroundings (..., N / C, a, C + 2 w)."""
-            return F.pad(x, (0, 0, window, window + tail)).unfold(-2, width, size)
-
-        distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(width, device=q.device)
-        band = distance.abs() < window
-        real = torch.ones(1, tokens, dtype=torch.bool, device=q.device) if valid is None else valid
-        seen = F.pad(real, (window, window + tail)).unfold(-1, width, size)[:, None, :, None]
-        exact = chunks(q) @ neighbours(k) - chunks(log_sum)
-        exact = exact.masked_fill(~(band & seen), float("-inf"))
-        row_max = exact.detach().amax(-1, keepdim=True).clamp(min=0.0)
-        scale = (-row_max).exp()
-        low_rank = (chunks(e) @ neighbours(r)) * scale
-        kernel = torch.where(band, (exact - row_max).exp(), low_rank)
-        total = kernel @ neighbours(v).mT
-        if tokens > max(size, window):
-            before = (chunks(r, window).mT @ chunks(v, window)).cumsum(-3)
-            after = (chunks(r, -window).mT @ chunks(v, -window)).flip(-3).cumsum(-3).flip(-3)
-            far = F.pad(before[..., :-1, :, :], (0, 0, 0, 0, 1, 0)) + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
-            total = total + (chunks(e) @ far) * scale
+        tokens, left = q.shape[-2], self.reach(horizon)
+        right = 0 if causal else left
+        size = min(self.chunk_size if horizon is None else BLOCK, tokens)
+        tail, width = -tokens % size, size + left + right
+        missing = left - (k.shape[-2] - tokens)
+        if seen is None:
+            seen = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device)
+        k, v, r = (F.pad(x, (0, 0, missing, right + tail)) for x in (k, v, r))
+        seen = F.pad(seen, (missing, right + tail))
+        offset = torch.arange(size, device=q.device)[:, None] + left - torch.arange(width, device=q.device)
+        if bias is not None:
+            bias = bias[:, (bias.shape[-1] // 2 - offset).clamp(0, bias.shape[-1] - 1)]
+        rows = (q, e, log_sum) if log_sum is not None else (q, e, q[..., :1])
+        if horizon is not None:
+            near = []
+            for begin in range(0, tokens, size):
+                q_, e_, log_sum_ = (x[..., begin : begin + size, :] for x in rows)
+                k_, v_, r_ = (x[..., begin : begin + width, :].mT for x in (k, v, r))
+                seen_, offset_ = seen[:, None, None, begin : begin + width], offset[: q_.shape[-2]]
+                near.append(self.met(q_, k_, v_, e_, r_, log_sum_, seen_, offset_, causal, horizon, None)[0])
+            return torch.cat(near, -2)
+        q, e, log_sum = (F.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, size)) for x in rows)
+        near_k, near_v, near_r = (x.unfold(-2, width, size) for x in (k, v, r))
+        near_seen = seen.unfold(-1, width, size)[:, None, :, None]
+        bias = None if bias is None else bias[:, None]
+        total, scale = self.met(q, near_k, near_v, e, near_r, log_sum, near_seen, offset, causal, None, bias)
+        far = self.far_sums(v, r, tokens, tail, size, left, right, state)
+        if far is not None:
+            total = total + (e @ far) * scale
         return total.flatten(-3, -2)[..., :tokens, :]
+
+    def far_sums(
+        self,
+        v: Tensor,
+        r: Tensor,
+        tokens: int,
+        tail: int,
+        size: int,
+        left: int,
+        right: int,
+        state: dict[str, Tensor] | None,
+    ) -> Tensor | None:
+        """Sums of r v^T beyond each chunk's neighbours, (B, H, N / C, s, d + 1); None when there are none.
+
+        v and r begin `left` tokens before the first chunk and end `right` tokens after the last.
+        """
+        far, chunked = None, tokens + tail
+        if chunked > size:
+            r_, v_ = (x[..., :chunked, :].unflatten(-2, (-1, size)) for x in (r, v))
+            far = F.pad((r_.mT @ v_).cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+        if right and chunked > size:
+            r_, v_ = (x[..., left + right :, :].unflatten(-2, (-1, size)) for x in (r, v))
+            after = (r_.mT @ v_).flip(-3).cumsum(-3).flip(-3)
+            far = far + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
+        if state is not None:
+            past = state["far"]
+            far = past[:, :, None] if far is None else far + past[:, :, None]
+            state["far"] = past + r[..., :tokens, :].mT @ v[..., :tokens, :]
+        return far
+
+    def met(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        e: Tensor,
+        r: Tensor,
+        log_sum: Tensor,
+        seen: Tensor,
+        offset: Tensor,
+        causal: bool,
+        horizon: int | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | float]:
+        """Rows against some keys one by one: kernel times v, (..., rows, d + 1), and each row's scale.
+
+        q, e and log_sum are (..., rows, .), k, v and r (..., ., keys), `seen` says which keys are tokens, and
+        `offset`, (rows, keys), is the row's position minus the key's.
+        """
+        kernel, scale, window = e @ r, 1.0, self.settings.window
+        allowed = seen & in_sight(offset, causal, horizon)
+        if window:
+            band = offset.abs() < window
+            exact = q @ k - log_sum if bias is None else q @ k - log_sum + bias
+            exact = exact.masked_fill(~(band & allowed), float("-inf"))
+            row_max = exact.detach().amax(-1, keepdim=True).clamp(min=0.0)
+            scale = (-row_max).exp()
+            kernel = torch.where(band, (exact - row_max).exp(), kernel * scale)
+        if causal or horizon is not None:
+            kernel = kernel.masked_fill(~allowed, 0.0)
+        return kernel @ v.mT, scale
 
     def objective(self, scores: Tensor, valid: Tensor | None = None) -> Tensor:
         """J = 1/2 mean ||Lambda e||^2 + 1/2 mean ||Lambda r||^2 - mean_heads Tr(We^T coupling Wr), a scalar.
@@ -329,49 +523,7 @@ def sample_positions(tokens: int, slots: int, valid: Tensor | None, device: torc
     return order.gather(-1, nth), used
 
 
-def visible(mask: Tensor) -> Tensor:
-    """Where a mask lets a query see a key, bool of the mask's shape: bool masks keep True, float ones are additive."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def key_padding(mask: Tensor | None, tokens: int) -> Tensor | None:
-    """(B, N) bool, True for tokens, from whatever mask an attention module hands over; None when nothing is hidden.
-
-    A token is padding when no query may see it, which is right for full, causal and sliding masks alike.
-    """
-    if mask is None:
-        return None
-    keep = visible(mask)
-    if keep.ndim == 4:
-        keep = keep.any(1).any(-2)
-    return keep[:, -tokens:]
-
-
-def primal_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """The attention function of a replaced layer, in the form that Transformers calls.
-
-    Args:
-        module: the attention module; its child `primal` does the work.
-        query: (B, H, N, d).
-        key: (B, G, N, d), repeated here to H heads.
-        value: (B, G, N, d).
-        attention_mask: as the model builds it for sdpa or eager attention.
-        scaling: factor of q . k.
-        **kwargs: what other attention functions use (dropout and the like).
-
-    Returns:
-        The output, (B, N, H, d), and None: there is no attention matrix.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    primal: Any = module.primal  # a PrimalAttention, or what wraps it
-    return primal(query, key, value, key_padding(attention_mask, key.shape[-2]), scaling), None
+def in_sight(offset: Tensor, causal: bool, horizon: int | None) -> Tensor:
+    """Where a query may see a key by their places alone, bool of the shape of `offset` (query minus key position)."""
+    sight = offset >= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
+    return sight if horizon is None else sight & (offset.abs() < horizon)
