@@ -72,10 +72,7 @@ def convert_model(
         calibration = mixed_lengths(read_passages(None), 300, seed)
     lengths = text_lengths(model, processor, max_length)
     parts = split_batches(calibration, processor, lengths, batch_size, seed)
-    batches, held_out = (
-        [{k: v.to(model.device) for k, v in with_decoder_inputs(model, batch).items()} for batch in part]
-        for part in parts
-    )
+    batches, held_out = ([placed(model, batch) for batch in part] for part in parts)
 
     modules = {index: module for index, (_, module) in chosen.items()}
     replay = Replay(model, modules, batches, int(memory_gb * 1e9))
@@ -123,6 +120,14 @@ def convert_model(
             "and still do; being linear in time already, they gain no speed"
         )
     return converted, report
+
+
+def placed(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch that is complete, on the model's device, with floating-point inputs (pixels, sound) in its dtype."""
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in with_decoder_inputs(model, batch).items()
+    }
 
 
 def count_tokens(batches: Sequence[Mapping[str, Tensor]]) -> int | None:

@@ -46,7 +46,7 @@ class States:
         return offset, seen & self.valid[:, None, :] & self.valid[:, rows, None]
 
     def logits(self, q: Tensor, k: Tensor, offset: Tensor) -> Tensor:
-        """q . k with the position bias, (B, H, R, N), for scaled queries (B, H, R, d) at these offsets."""
+        """Q . k with the position bias, (B, H, R, N), for scaled queries (B, H, R, d) at these offsets."""
         scores = q @ k.mT
         return scores if self.bias is None else scores + self.bias[:, self.bias.shape[-1] // 2 - offset]
 

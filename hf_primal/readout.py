@@ -92,7 +92,8 @@ class Readout:
         scale = torch.cat([block.mean(-1, keepdim=True).expand_as(block) for block in blocks], -1)
         scale = scale.sqrt().clamp(min=1e-12).unsqueeze(-1)
         ridge = RIDGE * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        return prior + torch.linalg.solve(gram / scale / scale.mT + ridge, cross / scale) / scale
+        lower = torch.linalg.cholesky(gram / scale / scale.mT + ridge)
+        return prior + torch.cholesky_solve(cross / scale, lower) / scale
 
     def zero_objective(self) -> None:
         """Set the coupling, and Lambda so that every component of J is 0 here: Lambda^2 = 2 trace / (e^2 + r^2)."""

@@ -29,9 +29,9 @@ class LayerReport:
     head_dim: int
     spectrum: list[float]  # part of the observed attention's energy in each singular component, largest first
     energy: float  # the sum of the first `rank` of them, 0..1
-    sliding_window: int | None = None  # tokens, of a layer that attends within one
     error_closed_form: float = math.nan
     error_refined: float | None = None
+    sliding_window: int | None = None  # tokens, of a layer that attends within one
 
 
 @dataclasses.dataclass
@@ -139,7 +139,8 @@ def output_mask(model: PreTrainedModel, batch: Mapping[str, Tensor], hidden: Ten
 
 def position_limit(model: PreTrainedModel) -> int:
     """Longest sequence that the model has positions for; the longest of `LENGTHS` when it knows no limit."""
-    limit = getattr(model.config, "max_position_embeddings", None) or max(LENGTHS)
+    known = (getattr(model.config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    limit = next((length for length in known if length), max(LENGTHS))
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
             taken = 0 if module.padding_idx is None else module.padding_idx + 1  # roberta counts from there

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,15 +17,31 @@ from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
 NOT_COPIED = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 
 
-def full_auto_map(base_class: type[PreTrainedModel]) -> dict[str, str]:
-    """`auto_map` with every head that the base family has and that keeps its backbone under the usual name."""
+def full_auto_map(teacher: PreTrainedModel, replaced: Iterable[int]) -> dict[str, str]:
+    """`auto_map` with every head of the teacher's family under which the layers at these indices are the same ones.
+
+    A head with a backbone of another kind or name, or with one half of an encoder-decoder alone, may not be.
+    """
+    base_class, own = type(teacher), replaced_names(teacher, replaced)
     config_class: Any = base_class.config_class
     entries = {"AutoConfig": f"configuration_primal.Primal{config_class.__name__}"}
     for auto, known in modeling_primal.auto_heads(config_class.model_type).items():
         head = getattr(transformers, known, None)
-        if head is not None and head.base_model_prefix == base_class.base_model_prefix:
-            entries[auto] = f"modeling_primal.Primal{known}"
+        if head is None or (head.config_class, head.base_model_prefix) != (config_class, base_class.base_model_prefix):
+            continue
+        if teacher.config.is_encoder_decoder:
+            with no_init_weights(), torch.device("meta"):
+                if replaced_names(head(copy.deepcopy(teacher.config)), replaced) != own:
+                    continue
+        entries[auto] = f"modeling_primal.Primal{known}"
     return entries
+
+
+def replaced_names(model: PreTrainedModel, replaced: Iterable[int]) -> list[str]:
+    """Names of the self-attention modules at these indices, from the backbone on; an empty one for no such index."""
+    names = [name for name, _ in modeling_primal.self_attention_modules(model)]
+    own = [names[index] if index < len(names) else "" for index in replaced]
+    return [name.removeprefix(f"{model.base_model_prefix}.") for name in own]
 
 
 def primal_class(teacher: PreTrainedModel) -> type[PreTrainedModel]:
@@ -77,7 +93,7 @@ def build_converted(
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
-        auto_map=full_auto_map(type(teacher)),
+        auto_map=full_auto_map(teacher, sorted(primals)),
     )
     config._attn_implementation = teacher.config._attn_implementation
     with no_init_weights():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_primal import PrimalAttention, PrimalSettings
-from hf_primal.modeling.primal_attention import in_sight, sample_positions
+from hf_primal.modeling import primal_attention
+from hf_primal.modeling.primal_attention import sample_positions
 from hf_primal.modeling.primal_interface import key_padding
 
 FORMS = {
@@ -19,6 +20,9 @@ FORMS = {
     "paper": PrimalSettings.paper(rank=3, rank_multi=4),
     "paper, shared": PrimalSettings.paper(rank=3, rank_multi=4, shared_out_map=True),
 }
+
+CAUSAL_FORMS = [name for name, settings in FORMS.items() if settings.weights == "fixed"] + ["paper, causal"]
+FORMS["paper, causal"] = PrimalSettings.paper(causal=True, rank=3)
 
 
 def make_layer(settings, heads=2, head_dim=8, dtype=torch.float32):
@@ -34,7 +38,7 @@ def make_inputs(batch=3, tokens=37, heads=2, head_dim=8, dtype=torch.float32, se
     return [torch.randn(batch, heads, tokens, head_dim, generator=generator).to(dtype) for _ in range(3)]
 
 
-def dense_context(layer, q, k, v, valid):
+def dense_context(layer, q, k, v, valid, causal=False, horizon=None, bias=None):
     """The band and the far kernel as one N x N matrix, straight from the formulas."""
     q = q * q.shape[-1] ** -0.5
     landmark_logits = q @ layer.key_landmarks.mT
@@ -42,22 +46,28 @@ def dense_context(layer, q, k, v, valid):
     psi_k = (k @ layer.query_landmarks.mT - layer.shift).exp()
     far = (psi_q @ layer.We.abs()) @ (psi_k @ layer.Wr.abs()).mT
     position = torch.arange(q.shape[-2])
-    band = (position[:, None] - position).abs() < layer.settings.window
-    kernel = torch.where(band, (q @ k.mT - log_sum).exp(), far) * valid[:, None, None, :]
+    offset = position[:, None] - position
+    exact = q @ k.mT if bias is None else q @ k.mT + bias[:, len(position) - 1 - offset]
+    kernel = torch.where(offset.abs() < layer.settings.window, (exact - log_sum).exp(), far) * valid[:, None, None, :]
+    kernel = kernel * (offset >= (0 if causal else -99)) * (offset.abs() < (horizon or 99))
     return (kernel @ v) / kernel.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
 @pytest.mark.parametrize("window", [0, 1, 4, 50])
-def test_linear_time_equals_the_dense_kernel_at_every_chunk_size(window, chunk):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("horizon", [None, 1, 6, 60])
+def test_linear_time_equals_the_dense_kernel_at_every_chunk_size(window, chunk, causal, horizon, monkeypatch):
     layer = make_layer(PrimalSettings(rank=3, features=6, window=window), dtype=torch.float64)
     layer.chunk_size = chunk
+    monkeypatch.setattr(primal_attention, "BLOCK", chunk)
     q, k, v = make_inputs(dtype=torch.float64)
     valid = torch.rand(3, 37, generator=torch.Generator().manual_seed(0)) > 0.3
+    bias = None if horizon else torch.randn(2, 73, dtype=torch.float64)
 
-    context, _ = layer.context_and_scores(q, k, v, valid)
+    context, _ = layer.context_and_scores(q, k, v, valid, causal=causal, horizon=horizon, bias=bias)
 
-    expected = dense_context(layer, q, k, v, valid)
+    expected = dense_context(layer, q, k, v, valid, causal, horizon, bias)
     torch.testing.assert_close(context[valid[:, None].expand(-1, 2, -1)], expected[valid[:, None].expand(-1, 2, -1)])
 
 
@@ -90,6 +100,71 @@ def test_what_stands_at_padding_changes_nothing(form, side):
         for tensor in tensors:
             gradient = 0 if tensor.grad is None else tensor.grad.masked_select(hidden)
             assert torch.equal(torch.as_tensor(gradient).count_nonzero(), torch.tensor(0))
+
+
+def test_grouped_keys_are_those_of_their_queries():
+    layer = make_layer(FORMS["default"], heads=4)
+    q, (_, k, v) = make_inputs(heads=4)[0], make_inputs(heads=2)
+    expected = layer(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    assert torch.equal(layer(q, k, v), expected)
+
+
+@pytest.mark.parametrize("form", CAUSAL_FORMS)
+@pytest.mark.parametrize("side", ["right", "left", "interior"])
+def test_what_stands_at_padding_changes_nothing_in_causal_layers(form, side):
+    layer, options = make_layer(FORMS[form]).train(), {"causal": True}
+    valid = torch.ones(3, 37, dtype=torch.bool)
+    valid[-1, {"right": slice(30, None), "left": slice(0, 7)}.get(side, slice(10, 17))] = False
+    hidden = ~valid[:, None, :, None]
+    outputs = []
+    for filler in (1.0, float("nan")):
+        tensors = [x.masked_fill(hidden, filler).requires_grad_() for x in make_inputs()]
+        outputs.append(layer(*tensors, valid, **options))
+        (outputs[-1].square().sum() + layer.last).backward()
+        assert all(x.grad is None or not x.grad.masked_select(hidden).any() for x in tensors)
+    torch.testing.assert_close(*outputs)
+    if side != "interior":
+        kept = [x[-1:, :, valid[-1]] for x in make_inputs()]
+        torch.testing.assert_close(outputs[0][-1:, valid[-1]], layer(*kept, **options), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", CAUSAL_FORMS)
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_later_token_changes_no_earlier_output(form, chunk):
+    layer = make_layer(FORMS[form])
+    layer.chunk_size = chunk
+    tensors = make_inputs()
+    changed = [torch.cat((x[:, :, :20], 3 * x[:, :, 20:].flip(2)), 2) for x in tensors]
+    first, second = (layer(*x, causal=True) for x in (tensors, changed))
+    torch.testing.assert_close(first[:, :20], second[:, :20], atol=1e-6, rtol=1e-6)
+    assert (first[:, 20:] - second[:, 20:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("form", CAUSAL_FORMS)
+@pytest.mark.parametrize("pieces", [[37], [1] * 37, [5, 1, 1, 30], [20, 17]])
+def test_piece_by_piece_with_a_state_equals_at_once(form, pieces):
+    layer = make_layer(FORMS[form], dtype=torch.float64)
+    tensors = make_inputs(dtype=torch.float64)
+    valid = torch.ones(3, 37, dtype=torch.bool)
+    valid[1, :9] = False
+    horizons = [None, 3, 6, 20] if form == "default" else [None]
+    for horizon in horizons:
+        state, outputs, sizes = {}, [], set()
+        for part in torch.arange(37).split(pieces):
+            inputs = (*(x[:, :, part] for x in tensors), valid[:, part])
+            outputs.append(layer(*inputs, causal=True, horizon=horizon, state=state))
+            sizes.add(sum(x.nbytes for x in state.values()))
+        expected = layer(*tensors, valid, causal=True, horizon=horizon)
+        torch.testing.assert_close(torch.cat(outputs, 1), expected)
+        assert len(sizes) == 1  # the same number of bytes at every length
+
+
+def test_sampled_weights_and_signed_sliding_layers_are_refused():
+    with pytest.raises(ValueError, match="a causal layer must not; use fixed"):
+        make_layer(FORMS["paper"])(*make_inputs(), causal=True)
+    for form in ("signed values", "cosine scores"):
+        with pytest.raises(ValueError, match="sliding-window layer needs readout values"):
+            make_layer(FORMS[form])(*make_inputs(), horizon=8)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,7 +219,8 @@ def test_gradients_agree_with_finite_differences():
     layer = make_layer(FORMS["default"], dtype=torch.float64)
     layer.chunk_size = 4
     inputs = [x.requires_grad_() for x in make_inputs(batch=1, tokens=11, dtype=torch.float64)]
-    assert torch.autograd.gradcheck(layer, inputs)
+    for causal in (False, True):
+        assert torch.autograd.gradcheck(lambda *x: layer(*x, causal=causal), inputs)  # noqa: B023
 
 
 @pytest.mark.parametrize("form", ["default", "paper"])

@@ -28,50 +28,19 @@ SIZES = {
     "vocab_size": 101,
 }
 SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "attention_dropout": 0.0}
-FAMILIES = {
-    "Bert": SIZES,
-    "Roberta": SIZES,
-    "XLMRoberta": SIZES,
-    "Camembert": SIZES,
-    "Electra": SIZES | {"embedding_size": 16},
-    "DistilBert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 101},
-}
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
-def make(family="Bert", head="Model", dtype=torch.float32):
+def make(head="Model", dtype=torch.float32):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], initializer_range=0.2)
-    return getattr(transformers, f"{family}{head}")(config).eval().to(dtype)
+    config = transformers.BertConfig(**SIZES, initializer_range=0.2)
+    return getattr(transformers, f"Bert{head}")(config).eval().to(dtype)
 
 
 def convert(model, settings=SETTINGS, layers="last2", **options):
     return convert_model(
         model, layers=layers, calibration=random_batches(), settings=settings, **{"refine_steps": 2, **options}
     )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
-def test_nothing_outside_the_replaced_layers_moves(family, head):
-    teacher = make(family, head)
-    before = copy.deepcopy(teacher.state_dict())
-
-    converted, report = convert(teacher)
-
-    after = converted.state_dict()
-    assert type(converted).__name__ == f"Primal{family}{head}"
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.equal(before[name], tensor) for name, tensor in teacher.state_dict().items())
-    assert {name for name in after if name not in before} == {name for name in after if ".primal." in name}
-    assert all(tensor.isfinite().all() for tensor in after.values())
-    batch = random_batches(seed=9)[0]
-    with torch.no_grad():
-        theirs, ours = (m(**batch, output_hidden_states=True).hidden_states for m in (teacher, converted))
-    mask = batch["attention_mask"].bool()
-    assert torch.equal(theirs[0][mask], ours[0][mask]) and torch.equal(theirs[1][mask], ours[1][mask])
-    assert not torch.equal(theirs[2][mask], ours[2][mask])
-    assert [layer.index for layer in report.layers] == [1, 2]
 
 
 def test_tied_weights_stay_tied_and_are_not_shared_with_the_teacher():
@@ -118,30 +87,12 @@ def test_padding_does_not_matter_in_the_whole_model(implementation):
                 torch.testing.assert_close(output[:1, left : left + 20], plain, atol=1e-5, rtol=1e-5)
 
 
-def test_interior_padding_does_not_leak():
-    converted, _ = convert(make())
-    mask = torch.tensor([[1] * 10 + [0] * 8 + [1] * 12])
-    outputs = []
-    for fill in (7, 55):
-        ids = random_batches()[0]["input_ids"][:1, :30].masked_fill(mask == 0, fill)
-        with torch.no_grad():
-            outputs.append(converted(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()])
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("head", "settings"),
     [*((head, SETTINGS) for head in HEADS), ("ForSequenceClassification", PrimalSettings.paper(rank=4))],
 )
 def test_a_saved_model_reloads_in_a_fresh_process_under_every_head(tmp_path, head, settings):
     converted, _ = convert(make(head=head), settings)
-    converted.save_pretrained(tmp_path)
-    verify_reload(tmp_path, converted, {name: value[:2] for name, value in random_batches()[0].items()})
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Bert"])
-def test_every_family_reloads_in_a_fresh_process(tmp_path, family):
-    converted, _ = convert(make(family, "ForSequenceClassification"))
     converted.save_pretrained(tmp_path)
     verify_reload(tmp_path, converted, {name: value[:2] for name, value in random_batches()[0].items()})
 
@@ -261,21 +212,6 @@ def test_training_adds_the_ksvd_loss_and_evaluation_does_not(head, form):
     assert all(m.Lambda.grad.abs().sum() > 0 for m in converted.modules() if isinstance(m, PrimalAttention))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_lowers_the_loss(dtype):
-    converted, _ = convert(make(head="ForSequenceClassification", dtype=dtype))
-    batch = random_batches()[0] | {"labels": torch.tensor([0, 1, 0, 1])}
-    optimizer = torch.optim.AdamW(converted.train().parameters(), lr=1e-3)
-    losses = []
-    for _ in range(20):
-        loss = converted(**batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(torch.tensor(losses).isfinite()) and losses[-1] < 0.5 * losses[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_convert_and_stay_finite(dtype):
     teacher = make(dtype=dtype)
@@ -343,58 +279,33 @@ def test_the_same_seed_gives_the_same_bytes():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_output_attentions_gives_the_layers_that_have_a_matrix():
-    teacher = make()
-    teacher.set_attn_implementation("eager")
-    converted, _ = convert(teacher)
-    converted.set_attn_implementation("eager")
-    output = converted(**random_batches()[0], output_attentions=True)
-    assert len(output.attentions) == 1 and converted.config.primal_layers == [1, 2]
-
-
-def test_albert_converts_all_its_layers_or_none():
-    torch.manual_seed(0)
-    config = transformers.AlbertConfig(**SIZES, embedding_size=16, initializer_range=0.2)
-    teacher = transformers.AlbertModel(config).eval()
-    converted, report = convert(teacher, layers="all")
-    assert len(report.layers) == 1 and converted(**random_batches()[0]).last_hidden_state.isfinite().all()
-    with pytest.raises(ValueError, match=r"shares 1 attention module.*use --layers all"):
-        convert(teacher, layers="last2")
+GEMMA2 = {"num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 30.0}
+T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "layers", "message"),
     [
-        ("DebertaV2", {}, "does not go through Transformers' attention interface"),
-        ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "is causal, and only encoders are supported"),
+        ("DebertaV2", {}, "last2", "does not go through Transformers' attention interface"),
+        ("Mamba", {"state_size": 4}, "last2", "does not go through Transformers' attention interface"),
+        ("Albert", {"embedding_size": 16}, "last2", r"shares 1 attention module.*use --layers all"),
+        ("Gemma2", GEMMA2, "last2", r"caps its scores \(softcap\), which a replaced layer does not do"),
+        ("T5", T5, "last2", "adds a position bias in a decoder.*replace layers of the encoder alone"),
     ],
 )
-def test_attention_that_cannot_be_replaced_is_refused(name, changes, message):
+def test_attention_that_cannot_be_replaced_is_refused(name, changes, layers, message):
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     with pytest.raises(ValueError, match=message):
-        convert(getattr(transformers, f"{name}Model")(config))
+        convert(getattr(transformers, f"{name}Model")(config), layers=layers)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("padded", [True, False])
-def test_attention_that_turns_out_causal_is_refused(implementation, padded):
-    """CLIP's text model is causal by its mask alone, which no attribute of its modules tells."""
-    config = transformers.CLIPTextConfig(**{**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
-    teacher = transformers.CLIPTextModel(config)
-    teacher.set_attn_implementation(implementation)
-    batches = random_batches() if padded else [{"input_ids": batch["input_ids"]} for batch in random_batches()]
-    with pytest.raises(ValueError, match="causal"):
-        convert_model(teacher, layers="last2", calibration=batches, settings=SETTINGS)
-
-
-@pytest.mark.parametrize("family", ["ViT", "DeiT"])
-def test_images_convert_and_reload(tmp_path, family):
+def test_images_convert_and_reload(tmp_path):
     torch.manual_seed(0)
     sizes = {
         name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     }
-    config = getattr(transformers, f"{family}Config")(**sizes, image_size=32, patch_size=4)
-    teacher = getattr(transformers, f"{family}ForImageClassification")(config).eval()
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=4)
+    teacher = transformers.ViTForImageClassification(config).eval()
     batches = [{"pixel_values": torch.randn(4, 3, 32, 32)} for _ in range(3)]
     converted, report = convert_model(teacher, layers="last2", calibration=batches, settings=SETTINGS, refine_steps=1)
     assert report.latency == [] and report.break_even_tokens is None and report.calibration["tokens"] is None
@@ -440,14 +351,6 @@ def test_layers_outside_the_model_say_what_exists(text):
 def test_layers_that_mean_nothing_are_refused(text):
     with pytest.raises(ValueError, match="is not understood; use all"):
         parse_layers(text, 12)
-
-
-def test_a_decoder_head_of_a_converted_encoder_is_refused_not_run_wrongly():
-    config = configuration_primal.PrimalBertConfig(
-        **SIZES, primal_layers=[2], primal={"rank": 4, "features": 8}, is_decoder=True
-    )
-    with pytest.raises(ValueError, match="causal"):
-        modeling_primal.PrimalBertLMHeadModel(config)
 
 
 def test_a_deep_copy_is_the_same_model():

@@ -102,12 +102,12 @@ class PrimalState:
         """Take back the latest tokens.
 
         Args:
-            tokens_to_remove: their number, as 0 or a negative int.
+            tokens_to_remove: their number, as 0 or a negative int; up to transformers 5.14 also the length to keep.
 
         Raises:
             RuntimeError: more tokens than were recorded since the last crop.
         """
-        left = remove = -tokens_to_remove
+        left = remove = int(self.get_seq_length()) - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
         while left > 0:
             if not self.calls:
                 raise RuntimeError(

@@ -41,7 +41,8 @@ def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for entry in entries if isinstance(entries, list) else [entries]:
             kind, layer = getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
             for name, module in owner.named_modules(prefix=prefix):
-                if isinstance(kind, type) and isinstance(module, kind) and (not layer or layer.strip(".") in name.split(".")):
+                here = not layer or layer.strip(".") in name.split(".")
+                if here and isinstance(kind, type) and isinstance(module, kind):
                     found |= attention_inside(name, module)
     return [(name, module) for name, module in model.named_modules() if name in found]
 
@@ -140,14 +141,16 @@ class PrimalMixin(PreTrainedModel):
                 vars(module)["_init_weights"] = MethodType(_init_weights, module)
         self.post_init()
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Give the replaced layers their place in the cache that `generate` starts from, whatever it is called."""
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         modules = [m for m in self.modules() if hasattr(m, "primal") and getattr(m, "is_causal", False)]
         for cache in (value for value in model_kwargs.values() if isinstance(value, Cache | EncoderDecoderCache)):
             for module in modules:
                 adopt(cache, module.layer_idx)
-            if getattr(generation_config, "is_assistant", False):
+            if getattr(generation_config, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()
         return result
 

@@ -9,7 +9,6 @@ Source: Primal-Attention, arXiv:2305.19798 (equations 6 to 10). The landmark fea
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -28,9 +28,7 @@ def visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def key_padding(
-    mask: Tensor | None, tokens: int, start: int | Tensor = 0, horizon: int | None = None
-) -> Tensor | None:
+def key_padding(mask: Tensor | None, tokens: int, start: int | Tensor = 0, horizon: int | None = None) -> Tensor | None:
     """(B, N) bool, True for tokens, from whatever mask an attention module hands over; None when nothing is hidden.
 
     A token is padding when it may not see itself, which is right for full, causal and sliding masks alike.
