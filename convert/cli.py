@@ -87,6 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace an output folder that primal-convert wrote")
     show = parser.add_argument_group("what is shown")
     show.add_argument(
+        "--list-families",
+        action="store_true",
+        default=False,
+        help="list the model families of the installed transformers that can be converted, and the others' reasons",
+    )
+    show.add_argument(
         "--dry-run", action="store_true", default=False, help="list the layers and the cost, write nothing"
     )
     show.add_argument("--json", action="store_true", default=False, help="print the report as JSON on standard output")
@@ -113,9 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     given = list(sys.argv[1:] if argv is None else argv)
     options = vars(parser.parse_args(given))
-    demo, debug = options.pop("demo", False), options.pop("debug")
+    demo, debug, families = options.pop("demo", False), options.pop("debug"), options.pop("list_families")
     shown = {name: options.pop(name) for name in ("dry_run", "json", "quiet")}
     try:
+        if families:
+            from hf_primal.convert.families import show_families
+
+            show_families(as_json=shown["json"])
+            return 0
         if demo == ("model" in options):
             raise ValueError("give one MODEL (a folder or a hub id), or --demo; see primal-convert --help")
         if demo:

@@ -5,11 +5,15 @@ names. The conversion itself checks the model again.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import transformers
+from rich.console import Console
+from rich.table import Table
 from transformers.models.auto import configuration_auto, modeling_auto
 
 CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:(.*\n(?:[ \t].*\n|\n)*)", re.M)
@@ -228,3 +232,25 @@ def list_families() -> list[Family]:
         reason = reason_against(package, model_type)
         families.append(Family(model_type, not reason, kind_of(package, model_type), reason))
     return families
+
+
+def show_families(as_json: bool = False) -> None:
+    """Print the families that can be converted, by kind, and the others by reason."""
+    families = list_families()
+    if as_json:
+        print(json.dumps([asdict(family) for family in families], indent=2))
+        return
+    supported = [family for family in families if family.supported]
+    table = Table("kind", "families", title=f"{len(supported)} families whose attention can be replaced")
+    for kind in sorted({family.kind for family in supported}):
+        table.add_row(kind, ", ".join(family.model_type for family in supported if family.kind == kind))
+    console = Console()
+    console.print(table)
+    others = Table("reason", "families", title=f"{len(families) - len(supported)} that cannot be converted")
+    for reason in sorted({family.reason for family in families} - {""}):
+        others.add_row(reason, ", ".join(family.model_type for family in families if family.reason == reason))
+    console.print(others)
+    console.print(
+        f"Read off the source of transformers {transformers.__version__}. A conversion looks at the model itself: capped "
+        "scores, attention sinks, and keys and values of different sizes are refused there."
+    )

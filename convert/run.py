@@ -57,6 +57,11 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     added = {index: added_parameters(module, settings) for index, (_, module) in chosen.items()}
     if dry_run:
         return plan(config, settings, blueprint, added, console)
+    if blueprint.model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(blueprint.model).__name__} takes {blueprint.model.main_input_name}, and the command calibrates on "
+            "text alone; use hf_primal.convert_model with batches of them"
+        )
     passages = mixed_lengths(read_passages(config.calibration, config.text_column), config.samples, config.seed)
     teacher = load_teacher(
         config.model, blueprint, config.revision, config.trust_remote_code, config.device, config.dtype

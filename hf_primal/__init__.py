@@ -1,8 +1,12 @@
 """hf-primal: pretrained Transformers models with Primal-Attention in their deepest layers."""
 
+from importlib.metadata import version
 from typing import Any
 
 from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_versions import check_transformers
+
+check_transformers(version("transformers"))
 
 __version__ = "0.1.0"
 __all__ = ["PrimalAttention", "PrimalSettings", "__version__", "convert_model"]

@@ -97,7 +97,7 @@ def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> Tens
                 primal.We.zero_()
                 primal.Wr.zero_()
             return moments.energy.new_zeros(len(primal.We[0]))
-        if not moments.pairs:
+        if not moments.pairs.all():
             raise ValueError(
                 f"every calibration passage is shorter than the window of {primal.settings.window} tokens, so there is "
                 "no far attention to learn from; give longer passages or use --window 0"
@@ -105,7 +105,7 @@ def fit_factors(primal: PrimalAttention, moments: Moments | SlotMoments) -> Tens
         if not moments.cross.isfinite().all():
             raise ValueError("the observed attention is not finite; try --dtype float32")
         We, Wr, S = singular_factors(moments, rank)
-        observed = moments.energy / moments.pairs
+        observed = moments.energy / moments.pairs.flatten()
         if primal.settings.nonnegative:
             We, Wr = nonnegative_factors(moments, We, Wr)
     with torch.no_grad():

@@ -31,8 +31,10 @@ class Moments:
 
     T_ij is what the far kernel has to be: exp(q_i . k_j - log_sum_i) for far pairs and 0 in the band for
     non-negative factors, N_i A_ij (A the softmax attention, N_i the keys that row i sees) for signed ones. Sums run
-    over valid pairs in sight: cross = sum psi_q T psi_k^T, gram_q = sum psi_q psi_q^T weighted by the far keys that
-    each row sees, gram_k by the far rows that see each key, all (H, p, p); energy = sum T^2, (H,).
+    over valid far pairs in sight, each with the weight of its row: cross = sum psi_q T psi_k^T, gram_q = sum psi_q
+    psi_q^T, gram_k = sum psi_k psi_k^T, all (H, p, p); energy = sum T^2, (H,); pairs = sum 1, (H, 1, 1).
+    The weight is 1, and in causal layers with non-negative factors, whose rows see between one key and N, one over
+    the row's softmax sum: half way between errors in units of exp(q . k) and in units of attention.
     """
 
     def __init__(self, primal: PrimalAttention) -> None:
@@ -40,7 +42,7 @@ class Moments:
         heads, dim = primal.We.shape[:2]
         self.cross, self.gram_q, self.gram_k = (exact_zeros(primal, heads, dim, dim) for _ in range(3))
         self.energy = exact_zeros(primal, heads)
-        self.pairs = 0.0
+        self.pairs = exact_zeros(primal, heads, 1, 1)
         self.horizon: int | None = None
 
     def update(self, states: States) -> None:
@@ -50,25 +52,29 @@ class Moments:
         psi_q, psi_k, log_sum = self.primal.feature_maps(*self.primal.averaged(q, k, states.valid, states.causal))
         hidden = ~states.valid[:, None, :, None]
         psi_q, psi_k = psi_q.masked_fill(hidden, 0.0), psi_k.masked_fill(hidden, 0.0)
-        partners, seers = [], torch.zeros_like(states.valid, dtype=torch.int64)
+        seers = torch.zeros_like(k[..., 0])
         for rows in torch.arange(q.shape[-2], device=q.device).split(max(CHUNK // (q[..., 0].numel()), 1)):
             offset, seen = states.sight(rows)
-            far = seen & (offset.abs() >= (settings.window or 0))
-            partners.append(far.sum(-1))
-            seers += far.sum(-2)
-            scores = states.logits(q[:, :, rows], k, offset)
+            far = (seen & (offset.abs() >= (settings.window or 0)))[:, None]
+            scores, partners = states.logits(q[:, :, rows], k, offset), far.sum(-1, keepdim=True).to(q.dtype)
+            weight = torch.ones_like(scores[..., :1])
             if settings.nonnegative:
                 assert log_sum is not None
-                exponent = (scores - log_sum[:, :, rows]).clamp(max=EXPONENT_LIMIT)
-                target = exponent.masked_fill(~far[:, None], float("-inf")).exp()
+                exponent = scores - log_sum[:, :, rows]
+                target = exponent.clamp(max=EXPONENT_LIMIT).exp().masked_fill(~far, 0.0)
+                if states.causal:
+                    total = exponent.masked_fill(~seen[:, None], torch.finfo(q.dtype).min).logsumexp(-1, keepdim=True)
+                    weight = (-total.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)).exp()
             else:
-                attention = scores.masked_fill(~far[:, None], torch.finfo(q.dtype).min).softmax(-1)
-                target = (attention * far.sum(-1)[:, None, :, None]).masked_fill(~far[:, None], 0.0)
-            self.cross += (psi_q[:, :, rows].mT @ (target @ psi_k)).sum(0)
-            self.energy += target.square().sum((0, 2, 3))
-        for gram, psi, weight in ((self.gram_q, psi_q, torch.cat(partners, -1)), (self.gram_k, psi_k, seers)):
-            gram += ((psi * weight.to(psi.dtype)[:, None, :, None]).mT @ psi).sum(0)
-        self.pairs += float(seers.sum())
+                attention = scores.masked_fill(~far, torch.finfo(q.dtype).min).softmax(-1)
+                target = (attention * partners).masked_fill(~far, 0.0)
+            psi_rows = psi_q[:, :, rows] * weight
+            self.cross += (psi_rows.mT @ (target @ psi_k)).sum(0)
+            self.gram_q += ((psi_rows * partners).mT @ psi_q[:, :, rows]).sum(0)
+            self.energy += (target.square() * weight).sum((0, 2, 3))
+            self.pairs += (partners * weight).sum((0, 2)).unsqueeze(-1)
+            seers += (weight.mT @ far.to(q.dtype)).squeeze(-2)
+        self.gram_k += ((psi_k * seers.unsqueeze(-1)).mT @ psi_k).sum(0)
         self.horizon = states.horizon
 
 

@@ -137,6 +137,7 @@ def test_the_options_of_the_command_are_the_fields_of_its_config():
         "help",
         "version",
         "demo",
+        "list_families",
         "dry_run",
         "json",
         "quiet",

@@ -8,6 +8,10 @@ from typing import Any
 
 import transformers
 
+from .primal_versions import check_transformers
+
+check_transformers(transformers.__version__)
+
 
 def primal_config_class(base: type[transformers.PreTrainedConfig]) -> type[transformers.PreTrainedConfig]:
     """`Primal<Base>Config` for a Transformers configuration class; the same class for every call."""
