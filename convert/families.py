@@ -251,6 +251,6 @@ def show_families(as_json: bool = False) -> None:
         others.add_row(reason, ", ".join(family.model_type for family in families if family.reason == reason))
     console.print(others)
     console.print(
-        f"Read off the source of transformers {transformers.__version__}. A conversion looks at the model itself: capped "
-        "scores, attention sinks, and keys and values of different sizes are refused there."
+        f"Read off the source of transformers {transformers.__version__}. A conversion looks at the model itself: "
+        "capped scores, attention sinks, and keys and values of different sizes are refused there."
     )

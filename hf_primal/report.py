@@ -130,8 +130,9 @@ def last_hidden_state(output: Any) -> Tensor:
 def output_mask(model: PreTrainedModel, batch: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     """Which output positions are no padding, bool of the first two dimensions of `hidden`."""
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    if mask is not None and mask.shape != hidden.shape[:2] and hasattr(model, "_get_feature_vector_attention_mask"):
-        mask = model._get_feature_vector_attention_mask(hidden.shape[1], mask)  # speech: samples to frames
+    to_frames: Any = getattr(model, "_get_feature_vector_attention_mask", None)  # of speech models
+    if mask is not None and to_frames and mask.shape != hidden.shape[:2]:
+        mask = to_frames(hidden.shape[1], mask)
     if mask is None or mask.shape != hidden.shape[:2]:
         mask = torch.ones(hidden.shape[:2], device=hidden.device)
     return mask.bool()

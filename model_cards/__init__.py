@@ -4,6 +4,7 @@ from importlib.resources import files
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from hf_primal.modeling.primal_versions import OLDEST_TRANSFORMERS
 from hf_primal.report import ConversionReport
 
 
@@ -39,6 +40,7 @@ def converted_card(
         title=title,
         auto_class=auto_class,
         plots=plots,
+        oldest_transformers=OLDEST_TRANSFORMERS,
         base_link=f"https://huggingface.co/{base_model}" if base_model else "",
     )
     return str(card)

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import bert_config
-from transformers import AutoModel, AutoModelForMaskedLM, BertForMaskedLM, BertModel
+from families import make
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertModel,
+    PreTrainedTokenizerFast,
+)
 
 from hf_primal.convert import cli, write
 from hf_primal.convert.calibration import joined, mixed_lengths, read_passages, split_text
@@ -429,3 +439,54 @@ def test_half_precision_from_the_command(capsys, here, saved_bert, text_file, dt
     assert run(capsys, saved_bert, *SMALL, "--calibration", text_file, "--dtype", dtype)[0] == 0
     model = AutoModelForMaskedLM.from_pretrained(here / "tiny-bert-primal", trust_remote_code=True)
     assert model.dtype == getattr(torch, dtype)
+
+
+@pytest.fixture(params=["Llama", "Bart"])
+def saved_generator(request, tmp_path, passages):
+    """A folder with a pico generating model and a tokenizer that has no padding token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = sorted({word for passage in passages for word in passage.replace(".", " .").split()})
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>", eos_token="</s>")
+    folder = tmp_path / "tiny"
+    tokenizer.save_pretrained(folder)
+    make(request.param).save_pretrained(folder)
+    return folder
+
+
+def test_a_generating_model_converts_without_a_padding_token_and_generates(capsys, here, saved_generator, text_file):
+    status, *_ = run(capsys, saved_generator, *SMALL, "--calibration", text_file, "--output", "out")
+    assert status == 0
+    kind = AutoModelForSeq2SeqLM if "Bart" in (here / "out/config.json").read_text() else AutoModelForCausalLM
+    model = kind.from_pretrained("out", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained("out", trust_remote_code=True)
+    assert tokenizer.pad_token is None
+    ids = tokenizer("the cat sat on the mat", return_tensors="pt", return_token_type_ids=False)
+    cached, uncached = (model.generate(**ids, max_new_tokens=8, do_sample=False, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_the_paper_preset_takes_its_causal_form_for_decoders(capsys, here, tmp_path, saved_generator):
+    status, out, _ = run(capsys, saved_generator, "--layers", "last1", "--preset", "paper", "--rank", "4", "--dry-run")
+    assert status == 0 and "last" not in out
+    from hf_primal.convert.config import ConvertConfig
+
+    config = ConvertConfig(model="x", preset="paper")
+    assert (config.settings().weights, config.settings(causal=True).weights) == ("sampled", "fixed")
+
+
+def test_families_are_listed_as_a_table_and_as_json(capsys):
+    status, out, _ = run(capsys, "--list-families")
+    assert status == 0 and "families whose attention can be replaced" in out and "bert" in out
+    status, out, _ = run(capsys, "--list-families", "--json")
+    rows = {row["model_type"]: row for row in json.loads(out)}
+    assert status == 0 and rows["bert"]["supported"] and rows["deberta-v2"]["reason"]
+
+
+def test_images_are_sent_to_python(capsys, here, tmp_path):
+    make("ViT").save_pretrained(tmp_path / "vit")
+    line = fails(capsys, tmp_path / "vit", "--layers", "last1")
+    assert "takes pixel_values" in line and "hf_primal.convert_model" in line and not list(here.iterdir())

@@ -66,7 +66,7 @@ def test_the_parts_of_the_fit_do_not_import_in_circles():
 def test_shipped_files_import_torch_transformers_and_each_other_only():
     for path in (ROOT / "hf_primal" / "modeling").glob("*.py"):
         for imported in imports_of(path):
-            standard = ("collections.abc", "copy", "dataclasses", "functools", "inspect", "types", "typing")
+            standard = ("collections.abc", "copy", "dataclasses", "functools", "inspect", "re", "types", "typing")
             assert (
                 imported.split(".")[0] in ("torch", "transformers")
                 or imported in standard

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_primal import PrimalAttention, PrimalSettings, convert_model
 from hf_primal.convert.verify import verify_reload
 from hf_primal.layers import choose_layers, parse_layers
 from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal.modeling.primal_versions import OLDEST_TRANSFORMERS, check_transformers
 from hf_primal.observe import Replay
 from hf_primal.surgery import build_converted
 
@@ -359,3 +361,29 @@ def test_a_deep_copy_is_the_same_model():
     batch = random_batches()[0]
     with torch.no_grad():
         assert torch.equal(twin(**batch).last_hidden_state, converted(**batch).last_hidden_state)
+
+
+def test_a_release_of_transformers_that_is_too_old_is_refused_at_import():
+    for given in ("4.57.6", "5.3.0"):
+        with pytest.raises(ImportError, match=rf"needs transformers>=5.4, and {given} is installed; pip install"):
+            check_transformers(given)
+    for given in ("5.4.0", "5.24.0", "6.0.0.dev0", "10.1"):
+        check_transformers(given)
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"transformers>={OLDEST_TRANSFORMERS}"' in pyproject
+    code = "import transformers; transformers.__version__ = '5.3.0'; import hf_primal.modeling.configuration_primal"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == 1 and "needs transformers>=5.4, and 5.3.0 is installed" in child.stderr.splitlines()[-1]
+
+
+def test_which_layers_have_attentions_is_told(caplog, monkeypatch):
+    converted, _ = convert(make())
+    converted.set_attn_implementation("eager")
+    told = []
+    monkeypatch.setattr(modeling_primal.logger, "warning_once", told.append)
+    output = converted(**random_batches()[0], output_attentions=True)
+    assert len(output.attentions) == 1
+    assert told == [
+        "output_attentions: replaced layers [1, 2] have no attention matrix; the attentions are those of layers [0], "
+        "in this order"
+    ]

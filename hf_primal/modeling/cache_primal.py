@@ -5,7 +5,6 @@ keys and values is given a class of ours, so every cache that Transformers build
 argument) is served; all other layers of the cache stay as they are.
 """
 
-import functools
 from typing import Any, TypeVar
 
 import torch
@@ -59,16 +58,17 @@ class PrimalState:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens; their keys and values alone go on to the attention function."""
-        tokens, seen, static = key_states.shape[-2], self.get_seq_length(), isinstance(self.cumulative_length, Tensor)
+        tokens, seen = key_states.shape[-2], self.get_seq_length()
         span: int | None = getattr(self, "sliding_window", getattr(self, "max_cache_len", 0))
         dropped = max(seen - (span or 0) + 1, 0) if getattr(self, "is_sliding", False) else 0
         self.column = (seen.clone() if isinstance(seen, Tensor) else seen) - dropped
-        if static:
+        if isinstance(self.cumulative_length, Tensor):
             self.cumulative_length = self.cumulative_length.to(key_states.device).add_(tokens)
         else:
             self.cumulative_length += tokens
         if hasattr(self, "cumulative_length_int"):
             self.cumulative_length_int += tokens
+        self.batch_size = self.max_batch_size = len(key_states)  # what a cache that is used again is asked for
         return key_states, value_states
 
     def begin(self) -> dict[str, Tensor]:
@@ -149,10 +149,12 @@ class PrimalState:
         self.state = {name: x[indices] for name, x in self.state.items()}
 
 
-@functools.cache
-def primal_layer_class(base: type) -> type:
-    """`Primal<base>`: the cache layer class with our state in it."""
-    return type(f"Primal{base.__name__}", (PrimalState, base), {"__module__": __name__})
+def primal_layer_class(base: type) -> type[PrimalState]:
+    """`Primal<base>`: the cache layer class with our state in it; the same class for every call."""
+    name = f"Primal{base.__name__}"
+    if name not in globals():
+        globals()[name] = type(name, (PrimalState, base), {"__module__": __name__})
+    return globals()[name]
 
 
 def adopt(cache: Any, index: int) -> PrimalState | None:
@@ -180,8 +182,9 @@ def adopt(cache: Any, index: int) -> PrimalState | None:
             f"layer {index} is replaced, but the cache given holds its keys of {int(layer.get_seq_length())} tokens "
             "already; start from an empty cache"
         )
-    cache.layers[index] = primal_layer_class(kind).in_place_of(layer)
-    return cache.layers[index]
+    made = primal_layer_class(kind).in_place_of(layer)
+    cache.layers[index] = made  # type: ignore[call-overload]
+    return made
 
 
 def remember_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

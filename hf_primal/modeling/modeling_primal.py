@@ -42,7 +42,7 @@ def self_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             kind, layer = getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
             for name, module in owner.named_modules(prefix=prefix):
                 here = not layer or layer.strip(".") in name.split(".")
-                if here and isinstance(kind, type) and isinstance(module, kind):
+                if here and issubclass(type(module), kind if isinstance(kind, type) else ()):
                     found |= attention_inside(name, module)
     return [(name, module) for name, module in model.named_modules() if name in found]
 
@@ -146,7 +146,7 @@ class PrimalMixin(PreTrainedModel):
     ) -> Any:
         """Give the replaced layers their place in the cache that `generate` starts from, whatever it is called."""
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-        modules = [m for m in self.modules() if hasattr(m, "primal") and getattr(m, "is_causal", False)]
+        modules: list[Any] = [m for m in self.modules() if hasattr(m, "primal") and getattr(m, "is_causal", False)]
         for cache in (value for value in model_kwargs.values() if isinstance(value, Cache | EncoderDecoderCache)):
             for module in modules:
                 adopt(cache, module.layer_idx)

@@ -9,6 +9,7 @@ Source: Primal-Attention, arXiv:2305.19798 (equations 6 to 10). The landmark fea
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -276,7 +277,8 @@ class PrimalAttention(nn.Module):
         batch, heads, tokens, dim = query.shape
         if not state:
             precise = torch.promote_types(query.dtype, torch.float32)
-            rank, exact = self.settings.rank, {"dtype": precise, "device": query.device}
+            rank = self.settings.rank
+            exact: dict[str, Any] = {"dtype": precise, "device": query.device}
             state["count"] = torch.zeros(batch, dtype=torch.int64, device=query.device)
             if self.settings.readout == "scores":
                 state["q_sum"], state["k_sum"] = (torch.zeros(batch, heads, dim, **exact) for _ in range(2))
@@ -426,14 +428,15 @@ class PrimalAttention(nn.Module):
 
         v and r begin `left` tokens before the first chunk and end `right` tokens after the last.
         """
-        far, chunked = None, tokens + tail
+        far: Tensor | None = None
+        chunked = tokens + tail
         if chunked > size:
             r_, v_ = (x[..., :chunked, :].unflatten(-2, (-1, size)) for x in (r, v))
             far = F.pad((r_.mT @ v_).cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-        if right and chunked > size:
-            r_, v_ = (x[..., left + right :, :].unflatten(-2, (-1, size)) for x in (r, v))
-            after = (r_.mT @ v_).flip(-3).cumsum(-3).flip(-3)
-            far = far + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
+            if right:
+                r_, v_ = (x[..., left + right :, :].unflatten(-2, (-1, size)) for x in (r, v))
+                after = (r_.mT @ v_).flip(-3).cumsum(-3).flip(-3)
+                far = far + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
         if state is not None:
             past = state["far"]
             far = past[:, :, None] if far is None else far + past[:, :, None]
@@ -459,7 +462,8 @@ class PrimalAttention(nn.Module):
         q, e and log_sum are (..., rows, .), k, v and r (..., ., keys), `seen` says which keys are tokens, and
         `offset`, (rows, keys), is the row's position minus the key's.
         """
-        kernel, scale, window = e @ r, 1.0, self.settings.window
+        scale: Tensor | float = 1.0
+        kernel, window = e @ r, self.settings.window
         allowed = seen & in_sight(offset, causal, horizon)
         if window:
             band = offset.abs() < window

@@ -113,5 +113,5 @@ def primal_attention_forward(
     state = cache.begin()
     output = primal(*inputs, state)
     cache.commit(state, primal, inputs)
-    module.primal_cache = None
+    del module.primal_cache
     return output, None

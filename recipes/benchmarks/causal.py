@@ -201,8 +201,8 @@ def distance(folder: Path, seed: int, say: Callable[..., None]) -> dict[str, Any
     valid, test = (token_stream(folder / f"data/wikitext2/{name}.txt", tokenizer) for name in ("valid", "test"))
     torch.manual_seed(seed)
     teacher = extended(path, valid, 300, say)
-    batches = [{"input_ids": ids} for gap in GAPS for ids in read_twice(valid, 24, gap).split(4)]
-    texts = {gap: read_twice(test, 60, gap) for gap in GAPS}
+    batches = [{"input_ids": ids} for gap in GAPS for ids in read_twice(valid, 16, gap).split(4)]
+    texts = {gap: read_twice(test, 40, gap) for gap in GAPS}
 
     def drops(model: Any) -> dict[str, float]:
         readings = {gap: twice(model, ids, 6) for gap, ids in texts.items()}
@@ -222,9 +222,10 @@ def distance(folder: Path, seed: int, say: Callable[..., None]) -> dict[str, Any
         primals, replay = fit(teacher, layers, settings, batches, seed)
         row = {"closed form": kept(build_converted(teacher, primals, settings))}
         row["band alone"] = kept(without_far_field(teacher, primals, replay, settings))
-        refine(primals, replay, 200, torch.Generator().manual_seed(seed))
-        solve_readouts(primals, replay)
-        row["refined"] = kept(build_converted(teacher, primals, settings))
+        if layers == "all":
+            refine(primals, replay, 60, torch.Generator().manual_seed(seed))
+            solve_readouts(primals, replay)
+            row["refined, 60 steps"] = kept(build_converted(teacher, primals, settings))
         rows[f"{layers}, window 32"] = row
         say(f"{layers}, window 32", row)
     return rows
