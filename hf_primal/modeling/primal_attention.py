@@ -244,7 +244,7 @@ class PrimalAttention(nn.Module):
             return None, scores
         if state is not None:
             r = torch.cat((state["r"], r), -2)
-            state["r"] = r[..., tokens:, :]
+            state["r"] = r[..., tokens:, :].clone()
         v = F.pad(v, (0, 1), value=1.0)  # the last column sums the kernel
         if causal or self.settings.window or horizon is not None:
             total = self.banded(q, k, v, e, r, log_sum, seen, causal, horizon, bias, state)
@@ -297,7 +297,7 @@ class PrimalAttention(nn.Module):
         for name, new in known.items():
             axis = 1 if name == "valid" else 2
             known[name] = torch.cat((state[name], new), axis)
-            state[name] = known[name].narrow(axis, tokens, state[name].shape[axis])
+            state[name] = known[name].narrow(axis, tokens, state[name].shape[axis]).clone()  # not a view of all
         return known["keys"], known["values"], known["valid"]
 
     def averaged(
@@ -313,7 +313,7 @@ class PrimalAttention(nn.Module):
         count, sums = count.cumsum(-1), [x.cumsum(-2) for x in (q, k)]
         if state is not None:
             sums = [x + state[name][:, :, None] for x, name in zip(sums, ("q_sum", "k_sum"), strict=True)]
-            state["q_sum"], state["k_sum"] = (x[:, :, -1] for x in sums)
+            state["q_sum"], state["k_sum"] = (x[:, :, -1].clone() for x in sums)
             count = count + state["count"][:, None]
             state["count"] = count[:, -1].to(torch.int64)
         q, k = (x / count.clamp(min=1.0)[:, None, :, None] for x in sums)
@@ -325,7 +325,7 @@ class PrimalAttention(nn.Module):
         count = count.cumsum(-1) if causal else count.sum(-1, keepdim=True)
         if state is not None:
             count = count + state["count"][:, None]
-            state["count"] = count[:, -1]
+            state["count"] = count[:, -1].clone()
         return count.clamp(min=1)[:, None, :, None]
 
     def reach(self, horizon: int | None) -> int:
