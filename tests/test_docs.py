@@ -180,3 +180,29 @@ def test_the_result_table_of_the_readme_is_the_result_file():
             numbers = [f"{step[key]:.3f}" for step in steps for key in ("sts_of_teacher", "cosine", "long_cosine")]
             assert [n for cell in cells[1:] for n in re.findall(r"\d\.\d{3}", cell)] == numbers, line
     assert found == len(results) == 5
+
+
+def test_the_decoder_tables_of_the_readme_are_the_result_file():
+    results = json.loads((ROOT / "recipes/benchmarks/results/causal.json").read_text())
+    language, found = results["language"], 0
+    for line in README.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 4 and cells[0] in language:
+            row = language[cells[0]]
+            for cell, stage in zip(cells[1:], ("closed form", "refined", "band alone"), strict=True):
+                if stage in row:
+                    kept = row[stage]
+                    expected = f"{kept['perplexity_percent']:+.1f} % / {kept['drop_kept_percent']:.0f} %"
+                    assert cell == expected, line
+            found += 1
+        tokens = cells[0].replace(",", "")
+        if len(cells) == 4 and tokens in results["generation"]:
+            models = results["generation"][tokens]
+            for cell, name in zip(cells[1:], ("teacher", "last4 replaced", "all replaced"), strict=True):
+                speed, size = models[name]["decode_tokens_per_second"], models[name]["state_bytes"] / 1e6
+                assert cell == f"{speed:.0f} tokens/s, {size:.1f} MB", line
+            found += 1
+    assert found == len(language) - 1 + 3
+    teacher = language["teacher"]
+    for number in ("perplexity", "first_reading", "second_reading"):
+        assert f"{teacher[number]:.1f}" in README

@@ -216,6 +216,15 @@ def test_training_lowers_the_loss(family, dtype):
     assert all(torch.tensor(losses).isfinite()) and losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.parametrize("family", ["Bert", "Llama", "Mistral"])
+def test_the_compiled_model_has_no_graph_break_and_the_same_loss(family):
+    _, converted, _ = converted_of(family)
+    converted, batch = copy.deepcopy(converted).train(), batches(family)[0]
+    options = {"labels": batch["input_ids"]} | ({"use_cache": False} if family in CAUSAL else {})
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch, **options).loss, converted(**batch, **options).loss)
+
+
 RELOAD = """
 import json, sys
 sys.modules["hf_primal"] = None
