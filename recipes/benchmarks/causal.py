@@ -182,8 +182,10 @@ def extended(path: Path, valid: Tensor, steps: int, say: Callable[..., None]) ->
         gap = int(torch.randint(30, max(GAPS) + 1, (1,), generator=generator))
         begin = int(torch.randint(len(valid) - PASSAGE - gap, (1,), generator=generator))
         text = valid[begin : begin + PASSAGE + gap]
-        ids = torch.cat([text, text[: PASSAGE + 50]])[None]
-        loss = model(input_ids=ids, labels=ids).loss
+        ids = torch.cat([text, text[:PASSAGE]])[None]
+        labels = ids.clone()
+        labels[:, : -2 * PASSAGE] = -100  # the second reading, and some plain text before it
+        loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -200,7 +202,7 @@ def distance(folder: Path, seed: int, say: Callable[..., None]) -> dict[str, Any
     tokenizer = AutoTokenizer.from_pretrained(path)
     valid, test = (token_stream(folder / f"data/wikitext2/{name}.txt", tokenizer) for name in ("valid", "test"))
     torch.manual_seed(seed)
-    teacher = extended(path, valid, 300, say)
+    teacher = extended(path, valid, 200, say)
     batches = [{"input_ids": ids} for gap in GAPS for ids in read_twice(valid, 16, gap).split(4)]
     texts = {gap: read_twice(test, 40, gap) for gap in GAPS}
 
