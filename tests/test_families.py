@@ -124,7 +124,7 @@ def test_sdpa_and_eager_give_the_same_and_attentions_are_those_of_the_kept_layer
 
 
 @pytest.mark.parametrize("side", ["right", "left", "interior", "batch of one"])
-@pytest.mark.parametrize("family", TEXT)
+@pytest.mark.parametrize("family", [family for family in TEXT if family != "CLIPText"])  # it takes no embeddings
 def test_what_stands_at_padding_changes_nothing(family, side):
     _, converted, _ = converted_of(family)
     converted = copy.deepcopy(converted).train()
@@ -136,8 +136,6 @@ def test_what_stands_at_padding_changes_nothing(family, side):
     for fill in (5, 77):
         embeds = embed(ids.masked_fill(mask == 0, fill)).detach().requires_grad_()
         inputs = {"inputs_embeds": embeds, "attention_mask": mask}
-        if family == "CLIPText":
-            pytest.skip("takes no embeddings")
         if family in ("T5", "Bart"):
             inputs |= {"decoder_input_ids": ids.masked_fill(mask == 0, fill), "decoder_attention_mask": mask}
         if family == "GPT2" and side == "left":

@@ -189,7 +189,7 @@ def adopt(cache: Any, index: int) -> PrimalState | None:
 
 def remember_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a replaced attention module: find the cache among its arguments, whatever its name."""
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache | EncoderDecoderCache)]
+    found = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     module.primal_cache = adopt(found[0], module.layer_idx) if found else None  # type: ignore[assignment,arg-type]
 
 

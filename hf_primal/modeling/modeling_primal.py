@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
@@ -147,7 +147,7 @@ class PrimalMixin(PreTrainedModel):
         """Give the replaced layers their place in the cache that `generate` starts from, whatever it is called."""
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         modules: list[Any] = [m for m in self.modules() if hasattr(m, "primal") and getattr(m, "is_causal", False)]
-        for cache in (value for value in model_kwargs.values() if isinstance(value, Cache | EncoderDecoderCache)):
+        for cache in (value for value in model_kwargs.values() if isinstance(value, Cache)):
             for module in modules:
                 adopt(cache, module.layer_idx)
             if getattr(generation_config, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
