@@ -10,9 +10,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -24,6 +23,7 @@ from .cache_primal import adopt, remember_cache
 from .configuration_primal import primal_config_class
 from .primal_attention import PrimalAttention, PrimalSettings
 from .primal_interface import primal_attention_forward
+from .training_primal import KsvdCallback, add_ksvd_loss, smoothed_loss
 
 AttentionInterface.register("primal", primal_attention_forward)
 logger = transformers.logging.get_logger(__name__)
@@ -76,6 +76,25 @@ def install(model: PreTrainedModel) -> None:
         module.config._attn_implementation_internal = "primal"
         module.register_forward_pre_hook(remember_cache, with_kwargs=True)
         module.primal = PrimalAttention(*head_shape(module, module.config), settings)
+        module.primal.alone = False
+    freeze_unused(model)
+
+
+def freeze_unused(model: nn.Module) -> None:
+    """Freeze the parameters that can get no gradient, so that DistributedDataParallel does not wait for them.
+
+    The value projection where the output is read off the scores alone, and Lambda where there is no KSVD loss.
+    """
+    for module in model.modules():
+        primal = getattr(module, "primal", None)
+        if not isinstance(primal, PrimalAttention):
+            continue
+        if primal.settings.ksvd_weight == 0:
+            primal.Lambda.requires_grad_(False)
+        if primal.settings.readout == "scores" and primal.settings.weights == "fixed":
+            for name, child in module.named_children():
+                if name.startswith("v") and isinstance(child, nn.Linear):  # value, v_proj, v_lin, v
+                    child.requires_grad_(False)
 
 
 def _init_weights(self: PreTrainedModel, module: nn.Module) -> None:
@@ -98,48 +117,98 @@ def tell_attentions(model: PreTrainedModel) -> None:
 
 
 def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ksvd_weight * mean over layers of J^2 to the loss of a training forward (equation 10)."""
+    """Add the KSVD loss to the loss of a training forward; see `add_ksvd_loss`."""
 
     @functools.wraps(forward)  # Trainer reads the signature to decide which columns to keep
-    def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         layers = [module for module in self.modules() if isinstance(module, PrimalAttention)]
         if kwargs.get("output_attentions"):
             tell_attentions(self)
+        squares: list[Tensor] = []
         for layer in layers:
-            layer.last, layer.regularised = None, self.config.ksvd_weight > 0
+            layer.squares, layer.regularised = squares, self.config.ksvd_weight > 0
+        if self.training:
+            self.last_losses = {}
         output = forward(self, *args, **kwargs)
-        objectives = [layer.last for layer in layers if layer.last is not None]
         for layer in layers:
-            layer.last = None
-        if not (self.training and objectives):
-            return output
-        added = self.config.ksvd_weight * torch.stack(objectives).square().mean()
-        if isinstance(output, tuple):
-            labelled = any(kwargs.get(name) is not None for name in ("labels", "start_positions"))
-            return (output[0] + added, *output[1:]) if labelled else output
-        if getattr(output, "loss", None) is not None:
-            output.loss = output.loss + added
-        return output
+            layer.squares = None
+        done = not self.training or self.last_losses  # by the forward of a superclass
+        return output if done else add_ksvd_loss(self, output, squares)
+
+    return wrapped
+
+
+def without_reentrant(setter: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse reentrant gradient checkpointing, under which the KSVD loss has no gradient."""
+
+    @functools.wraps(setter)  # Transformers reads the signature
+    def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = kwargs.get("gradient_checkpointing_func")
+        options = getattr(checkpoint, "keywords", {"use_reentrant": checkpoint is not None})
+        if options.get("use_reentrant", True) and self.config.ksvd_weight > 0:
+            raise ValueError(
+                "reentrant gradient checkpointing gives the KSVD loss no gradient; use "
+                f'{{"use_reentrant": False}}, or config.ksvd_weight 0 (it is {self.config.ksvd_weight})'
+            )
+        return setter(self, *args, **kwargs)
 
     return wrapped
 
 
 class PrimalMixin(PreTrainedModel):
-    """Installs the replaced layers, owns their initialisation and adds the KSVD loss."""
+    """Installs the replaced layers, owns their initialisation and adds the KSVD loss.
+
+    `last_losses` holds the parts of the latest training forward's loss, "loss_task" (when there were labels) and
+    "loss_ksvd" (scaled by config.ksvd_weight). Without labels "loss_ksvd" is in no loss yet and has its gradient, to be
+    added to one. It is here and not in the model's output because mixed precision and DistributedDataParallel build
+    that again, from its known keys.
+    """
 
     accepts_loss_kwargs = False  # Trainer then averages micro-batches itself: accumulation does not scale the loss
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward = with_ksvd_loss(cls.forward)
+        if PrimalMixin in cls.__bases__ or "forward" in vars(cls):
+            cls.forward = with_ksvd_loss(cls.forward)
+        if PrimalMixin in cls.__bases__:
+            refusing = without_reentrant(cls._set_gradient_checkpointing)
+            cls._set_gradient_checkpointing = refusing  # type: ignore[method-assign]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.last_losses: dict[str, Tensor] = {}
+        self.expects_labels = True  # and warns of a training forward without
         install(self)
         for module in self.modules():
             if isinstance(module, PreTrainedModel):
                 vars(module)["_init_weights"] = MethodType(_init_weights, module)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As Transformers' own; loading makes new parameters, so what `install` froze is frozen again."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        freeze_unused(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave `last_losses` behind: it may hold a graph."""
+        return {**self.__dict__, "last_losses": {}}
+
+    def ksvd_callback(self) -> KsvdCallback:
+        """For `Trainer(callbacks=[model.ksvd_callback()])`: `loss_task` and `loss_ksvd` in its log."""
+        return KsvdCallback(self)
+
+    def smoothed_loss(self, smoothing: float) -> Callable[..., Tensor]:
+        """For `Trainer(compute_loss_func=model.smoothed_loss(0.1))`: label smoothing together with the KSVD loss.
+
+        Args:
+            smoothing: part of the target that is spread over all classes, 0..1.
+
+        Raises:
+            ValueError: smoothing outside 0..1.
+        """
+        return smoothed_loss(self, smoothing)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

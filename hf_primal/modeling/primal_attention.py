@@ -119,7 +119,9 @@ class PrimalAttention(nn.Module):
         self.settings = settings
         self.chunk_size = 32  # the fastest on CPUs; changes nothing but speed and rounding
         self.regularised = settings.ksvd_weight > 0  # whether training forwards work out J
-        self.last: Tensor | None = None  # J of the latest training forward
+        self.alone = True  # not part of a model
+        self.last: Tensor | None = None  # J of the latest training forward of a layer on its own
+        self.squares: list[Tensor] | None = None  # of J, one a call, while the forward of a model gathers them
         rank, dim = settings.rank, settings.features or head_dim
         if settings.weights == "fixed" and rank > dim:
             raise ValueError(f"rank must be 1..{dim} (head dim), got {rank}")
@@ -186,8 +188,8 @@ class PrimalAttention(nn.Module):
                 dict is the start of a sequence.
 
         Returns:
-            (B, N, H, d) in the query's dtype; zero at padding. While training, `last` holds the KSVD
-            objective J, a float32 scalar.
+            (B, N, H, d) in the query's dtype; zero at padding. While training, the KSVD objective goes where
+            `keep` says.
 
         Raises:
             ValueError: sampled weights in a causal layer; a horizon without non-negative factors.
@@ -202,7 +204,7 @@ class PrimalAttention(nn.Module):
             if valid is not None:
                 output = output.masked_fill(~valid[:, None, :, None], 0.0)
             if self.training and self.regularised:
-                self.last = self.objective(scores, valid)
+                self.keep(*self.objectives(scores, valid))
             return output.transpose(1, 2).to(query.dtype)
 
     def context_and_scores(
@@ -476,8 +478,10 @@ class PrimalAttention(nn.Module):
             kernel = kernel.masked_fill(~allowed, 0.0)
         return kernel @ v.mT, scale
 
-    def objective(self, scores: Tensor, valid: Tensor | None = None) -> Tensor:
-        """J = 1/2 mean ||Lambda e||^2 + 1/2 mean ||Lambda r||^2 - mean_heads Tr(We^T coupling Wr), a scalar.
+    def objectives(self, scores: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """J of every sequence and how many tokens it has, both (B,).
+
+        J = 1/2 mean ||Lambda e||^2 + 1/2 mean ||Lambda r||^2 - mean_heads Tr(We^T coupling Wr)
 
         Args:
             scores: [e; r], (B, H, N, 2s), zero at padding.
@@ -486,10 +490,29 @@ class PrimalAttention(nn.Module):
         Source: equation 10, with the official code's conventions (Lambda enters squared, token means); the
         coupling of the two feature spaces is ours, the identity for the paper's forms.
         """
-        tokens = scores.shape[0] * scores.shape[2] if valid is None else valid.sum().clamp(min=1)
-        squares = scores.square().sum((0, 2)) / tokens  # (H, 2s)
+        tokens = torch.full_like(scores[:, 0, 0, 0], scores.shape[2])
+        if valid is not None:
+            tokens = valid.sum(-1).to(scores.dtype).expand_as(tokens)
+        squares = scores.square().sum(2) / tokens.clamp(min=1)[:, None, None]  # (B, H, 2s)
         energy = 0.5 * (squares.unflatten(-1, (2, -1)).sum(-2) * self.Lambda.to(scores.dtype).square()).sum(-1)
-        return (energy - self.traces(scores.dtype).sum(-1)).mean()
+        return (energy - self.traces(scores.dtype).sum(-1)).mean(-1), tokens
+
+    def keep(self, objectives: Tensor, tokens: Tensor) -> None:
+        """Note what `objectives` gave.
+
+        The forward of a model takes the mean over sequences of J^2: with J of each sequence, not of the batch, the
+        loss does not depend on how a batch is cut, into accumulated parts or over processes. A layer on its own keeps
+        J of all tokens. What gradient checkpointing computes again is dropped.
+
+        Source: J^2 per sequence as in the official time series, translation and reinforcement learning code.
+        """
+        if self.alone:
+            self.last = (objectives * tokens).sum() / tokens.sum().clamp(min=1)
+            return
+        counted = (tokens > 0).to(objectives.dtype)  # not sequences of padding alone
+        square = (objectives.square() * counted).sum() / counted.sum().clamp(min=1)
+        if self.squares is not None:
+            self.squares.append(square)
 
     def traces(self, dtype: torch.dtype) -> Tensor:
         """The diagonal of We^T coupling Wr, (H, s); coupling is the identity for sampled weights."""
