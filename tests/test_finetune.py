@@ -1,0 +1,233 @@
+"""The Accelerate recipe: every task trains, saves and reloads; a resumed run and two processes change nothing."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import finetune
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from conftest import bert_config, random_batches
+from finetune_config import FineTuneConfig, read_config
+from safetensors.torch import load_file
+
+from hf_primal import PrimalSettings, convert_model
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SETTINGS = PrimalSettings(rank=4, features=8, window=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tokenizer):
+    """Folders of a tiny encoder, decoder and vision model, and of what they were converted from."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    kinds = {
+        "encoder": transformers.BertModel(bert_config()),
+        "masked": transformers.BertForMaskedLM(bert_config()),
+        "decoder": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, vocab_size=101, max_position_embeddings=160)
+        ),
+        "vision": transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=24, patch_size=4)),
+    }
+    for name, teacher in kinds.items():
+        calibration = random_batches() if name != "vision" else [{"pixel_values": torch.randn(4, 3, 24, 24)}] * 3
+        converted, _ = convert_model(
+            teacher.eval(), layers="last2", calibration=calibration, settings=SETTINGS, refine_steps=0
+        )
+        for kind, model in (("teacher", teacher), ("primal", converted)):
+            model.save_pretrained(folder / f"{name}-{kind}")
+            if name != "vision":
+                tokenizer.save_pretrained(folder / f"{name}-{kind}")
+            else:
+                size = {"height": 24, "width": 24}
+                transformers.ViTImageProcessor(size=size).save_pretrained(folder / f"{name}-{kind}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, passages):
+    """Files for every task, from the same passages."""
+    folder = tmp_path_factory.mktemp("data")
+    with open(folder / "rows.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["label", "score", "text", "other"])
+        for place, text in enumerate(passages[:24]):
+            writer.writerow([place % 3, place % 5 / 5, text, passages[-place]])
+    with open(folder / "words.jsonl", "w") as file:
+        for text in passages[:24]:
+            words = text.split()[:12]
+            file.write(json.dumps({"tokens": words, "tags": [len(word) % 3 for word in words]}) + "\n")
+    (folder / "text.txt").write_text("\n".join(passages))
+    from PIL import Image
+
+    for split in ("train", "validation"):
+        for place in range(8):
+            (folder / "images" / split / f"class{place % 2}").mkdir(parents=True, exist_ok=True)
+            image = Image.new("RGB", (24, 24), (place * 20, 255 - place * 20, 9))
+            image.save(folder / "images" / split / f"class{place % 2}" / f"{place}.png")
+    return folder
+
+
+def run(model, train, output, *flags):
+    """One run of the recipe in this process; its report."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    usual = ["--max_steps", "2", "--batch_size", "4", "--max_length", "32", "--log_steps", "1"]
+    finetune.main(["--model", str(model), "--train", str(train), "--output", str(output), *usual, *map(str, flags)])
+    return json.loads((output / "training_report.json").read_text())
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(first, second, tolerance=0.0):
+    for (name, one), two in zip(weights(first).items(), weights(second).values(), strict=True):
+        torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance, msg=name)
+
+
+TASKS = {
+    "sequence-classification": ("encoder", "rows.csv", ["accuracy"], []),
+    "pairs": ("encoder", "rows.csv", ["accuracy"], ["--text_columns", "text", "other"]),
+    "regression": ("encoder", "rows.csv", ["pearsonr", "spearmanr"], ["--label_column", "score"]),
+    "token-classification": (
+        "encoder",
+        "words.jsonl",
+        ["accuracy", "f1"],
+        ["--text_columns", "tokens", "--label_column", "tags"],
+    ),
+    "masked-lm": ("masked", "text.txt", ["perplexity"], []),
+    "causal-lm": ("decoder", "text.txt", ["perplexity"], []),
+    "image-classification": ("vision", "images", ["accuracy"], []),
+    "sentence-similarity": (
+        "encoder",
+        "rows.csv",
+        ["spearmanr"],
+        ["--text_columns", "text", "other", "--label_column", "score"],
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_trains_reports_its_metrics_and_reloads(task, models, data, tmp_path):
+    model, file, metrics, flags = TASKS[task]
+    own = "sequence-classification" if task == "pairs" else task
+    report = run(models / f"{model}-primal", data / file, tmp_path / "out", "--task", own, *flags)
+    assert set(metrics) <= set(report["metrics"]) and report["metrics"]["loss"] > 0
+    steps = [row for row in report["history"] if row["stage"] == "task"]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["loss"] == pytest.approx(row["loss_task"] + row["loss_ksvd"], rel=1e-5)
+    auto = getattr(transformers, finetune.TASKS[own])
+    loaded, info = auto.from_pretrained(tmp_path / "out", trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"] and loaded.config.primal_layers == [1, 2]
+    assert (tmp_path / "out" / "README.md").is_file()
+    before, after = weights(models / f"{model}-primal"), weights(tmp_path / "out")
+    moved = [
+        name for name, tensor in after.items() for old in before if name.endswith(old) and not tensor.equal(before[old])
+    ]
+    assert any(".primal." in name for name in moved) and any(".primal." not in name for name in moved)
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(models, data, tmp_path, monkeypatch):
+    flags = ("--task", "masked-lm", "--max_steps", 6, "--eval_steps", 2, "--accumulation", 2)
+    whole = run(models / "masked-primal", data / "text.txt", tmp_path / "whole", *flags)
+    evaluate, count = finetune.evaluate_model, []
+
+    def stopping(*arguments):
+        count.append(1)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(finetune, "evaluate_model", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(models / "masked-primal", data / "text.txt", tmp_path / "cut", *flags)
+    assert not (tmp_path / "cut").exists()
+    assert [path.name for path in (tmp_path / "cut-run").glob("checkpoint-*")] == ["checkpoint-0-2"]
+    again = run(models / "masked-primal", data / "text.txt", tmp_path / "cut", *flags, "--resume")
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert again["metrics"] == whole["metrics"] and again["history"] == whole["history"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+@pytest.mark.parametrize("trains", ["primal", "primal+lora", "replaced-layers", "all"])
+def test_all_stages_in_one_run_train_what_was_asked_for(trains, models, data, tmp_path):
+    teacher = run(models / "encoder-teacher", data / "rows.csv", tmp_path / "teacher")
+    assert "loss_ksvd" not in teacher["history"][0]
+    flags = ("--stages", "match", "distill", "task", "--teacher", tmp_path / "teacher", "--trains", trains)
+    flags += ("--match_steps", 2, "--distill_steps", 2, "--learning_rate", "1e-3")
+    report = run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *flags)
+    assert [row["stage"] for row in report["history"]][:5] == ["match", "match", "distill", "distill", "task"]
+    before, after = weights(models / "encoder-primal"), weights(tmp_path / "out")
+    moved = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
+    kept = [name for name in before if name not in moved and "shift" not in name and "coupling" not in name]
+    blocks = [name for name in kept if ".primal." not in name]
+    if trains == "primal":
+        assert moved and all(".primal." in name for name in moved)
+    if trains == "primal+lora":
+        assert "encoder.layer.0.attention.self.query.weight" in moved and "embeddings.LayerNorm.weight" in kept
+    if trains == "replaced-layers":
+        assert moved and all("layer.1" in name or "layer.2" in name for name in moved)
+    if trains == "all":
+        assert not blocks
+
+
+def test_two_processes_equal_one(models, data, tmp_path):
+    flags = ["--max_steps", "2", "--max_length", "16", "--text_columns", "text", "--log_steps", "1"]
+    usual = ["--model", str(models / "encoder-primal"), "--train", str(data / "rows.csv"), *flags]
+    run(models / "encoder-primal", data / "rows.csv", tmp_path / "one", *flags, "--batch_size", 8)
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    call += [str(RECIPES / "finetune.py"), *usual, "--batch_size", "4", "--output", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    child = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert json.loads((tmp_path / "two" / "training_report.json").read_text())["processes"] == 2
+    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--label_column", "nothing"], "has no column 'nothing'; it has label, score, text, other"),
+        (["--num_labels", 2], "label 2 is out of range; train has the classes 0..1"),
+        (["--trains", "primal", "--stages", "distill"], "stages match and distill need --teacher"),
+        (["--batch_size", 0], "--batch_size must be >= 1, got 0"),
+        (["--best_metric", "nothing"], "--best_metric nothing is not measured"),
+        (["--resume"], "has no checkpoint; start without it"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_leaves_no_folder(flags, message, models, data, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *flags)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_file_is_typed_and_flags_win(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: a\ntrain: b\noutput: c\nlearning_rate: 1e-4\nstages: [task]\npacking: false\nteacher: null\n"
+    )
+    config = read_config(["--config", str(file), "--seed", "3", "--learning_rate", "2e-4"])
+    expected = FineTuneConfig("a", "b", "c", learning_rate=2e-4, packing=False, seed=3)
+    assert config == expected
+    file.write_text("model: a\nlearning_rat: 1\n")
+    with pytest.raises(ValueError, match="has learning_rat; the keys are accumulation, batch_size"):
+        read_config(["--config", str(file)])
+
+
+def test_every_shipped_config_is_read():
+    for file in (RECIPES / "configs").glob("*.yaml"):
+        config = read_config(
+            ["--config", str(file), *["--model", "a", "--train", "b", "--output", "c", "--teacher", "d"]]
+        )
+        assert config.task in finetune.TASKS
+        assert f"--config recipes/configs/{file.name}" in file.read_text().split("\ntask:")[0]
