@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hf_primal import __version__
 from hf_primal.convert.config import DEMO_MODEL, TASKS, ConvertConfig
@@ -19,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="primal-convert",
         description="Convert a pretrained Hugging Face model to Primal-Attention in its deepest layers.",
+        epilog="To put a folder on the hub later: primal-convert push DIR USER/NAME (see primal-convert push --help).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -56,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     layer.add_argument("--weights", choices=("fixed", "sampled"), help="(default: fixed; paper: sampled)")
     layer.add_argument("--readout", choices=("values", "scores"), help="(default: values; paper: scores)")
     layer.add_argument(
-        "--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.1)"
+        "--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.0001)"
     )
     add(
         "--refine-steps",
@@ -85,6 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of the draw, the landmarks and the order")
     add("--overwrite", action="store_true", help="replace an output folder that primal-convert wrote")
+    hub = parser.add_argument_group("the hub", "with the token of `hf auth login` or HF_TOKEN")
+    hub.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder once it is proven")
+    hub.add_argument("--private", action="store_true", help="for your eyes only")
     show = parser.add_argument_group("what is shown")
     show.add_argument(
         "--list-families",
@@ -102,6 +107,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def build_push_parser() -> argparse.ArgumentParser:
+    """The options of `primal-convert push`."""
+    parser = argparse.ArgumentParser(
+        prog="primal-convert push",
+        description="Upload a converted or fine-tuned model with its code, tokenizer, card and report to the hub, with "
+        "the token of `hf auth login` or HF_TOKEN. (To convert a folder called push, write ./push.)",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder that primal-convert or the recipe wrote")
+    parser.add_argument("name", metavar="USER/NAME", help="where to; made if it does not exist")
+    parser.add_argument("--private", action="store_true", help="for your eyes only")
+    parser.add_argument("--revision", metavar="REV", help="branch to upload to; made if it does not exist")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
+    return parser
+
+
 def demo_folder() -> str:
     """Where the extra [demo] put its model.
 
@@ -114,31 +134,68 @@ def demo_folder() -> str:
     return str(Path(spec.origin).parent / "model")
 
 
+def push_folder(options: dict[str, Any]) -> None:
+    """Do what `primal-convert push` was asked to, and print the address.
+
+    Raises:
+        ValueError: as `push`.
+        KeyboardInterrupt: with what to say.
+    """
+    import transformers
+
+    from hf_primal.convert.push import push
+
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()  # the hub's too
+    try:
+        print(push(options.pop("folder"), options.pop("name"), **options))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted before all was uploaded; push again") from None
+
+
+def convert(options: dict[str, Any], given: Sequence[str]) -> None:
+    """Do what `primal-convert` was asked to.
+
+    Args:
+        options: as parsed.
+        given: the arguments as typed.
+
+    Raises:
+        ValueError: bad input.
+        RuntimeError: the saved folder did not reload.
+    """
+    demo, families = options.pop("demo", False), options.pop("list_families")
+    shown = {name: options.pop(name) for name in ("dry_run", "json", "quiet")}
+    if families:
+        from hf_primal.convert.families import show_families
+
+        show_families(as_json=shown["json"])
+        return
+    if demo == ("model" in options):
+        raise ValueError("give one MODEL (a folder or a hub id), or --demo; see primal-convert --help")
+    if demo:
+        options |= {"model": demo_folder(), "base_model": DEMO_MODEL}
+    from hf_primal.convert.run import run  # the slow imports, which --help need not wait for
+
+    report = run(ConvertConfig(**options), shlex.join(["primal-convert", *given]), **shown)
+    if shown["json"]:
+        print(json.dumps(report, indent=2))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 2 for what the user can mend, 1 for a bug of ours, 130 for Ctrl-C."""
-    parser = build_parser()
     given = list(sys.argv[1:] if argv is None else argv)
-    options = vars(parser.parse_args(given))
-    demo, debug, families = options.pop("demo", False), options.pop("debug"), options.pop("list_families")
-    shown = {name: options.pop(name) for name in ("dry_run", "json", "quiet")}
+    pushing = given[:1] == ["push"]
+    options = vars(build_push_parser().parse_args(given[1:]) if pushing else build_parser().parse_args(given))
+    debug = options.pop("debug")
     try:
-        if families:
-            from hf_primal.convert.families import show_families
-
-            show_families(as_json=shown["json"])
-            return 0
-        if demo == ("model" in options):
-            raise ValueError("give one MODEL (a folder or a hub id), or --demo; see primal-convert --help")
-        if demo:
-            options |= {"model": demo_folder(), "base_model": DEMO_MODEL}
-        from hf_primal.convert.run import run  # the slow imports, which --help need not wait for
-
-        report = run(ConvertConfig(**options), shlex.join(["primal-convert", *given]), **shown)
-        if shown["json"]:
-            print(json.dumps(report, indent=2))
+        if pushing:
+            push_folder(options)
+        else:
+            convert(options, given)
         return 0
-    except KeyboardInterrupt:
-        print("primal-convert: interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"primal-convert: {str(error) or 'interrupted; nothing was written'}", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError, OSError) as error:
         if debug:

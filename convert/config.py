@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_primal.convert.hub import check_name
 from hf_primal.modeling.primal_attention import PrimalSettings
 
 TASKS = {
@@ -52,16 +53,22 @@ class ConvertConfig:
     memory: float = 2.0
     seed: int = 0
     overwrite: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges that no other part checks.
+        """Check what no other part checks: ranges, and the name to push to.
 
         Raises:
-            ValueError: a number below its least value.
+            ValueError: a number below its least value, or a name that is none.
         """
         for name, least in (("samples", 1), ("max_length", 8), ("refine_steps", 0), ("batch_size", 1), ("memory", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(self, name)}")
+        if self.push_to_hub is not None:
+            check_name(self.push_to_hub)
+        elif self.private:
+            raise ValueError("--private is for --push-to-hub USER/NAME; give that too")
 
     def settings(self, causal: bool = False) -> PrimalSettings:
         """The preset with what was given on top.

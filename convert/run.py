@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from hf_primal.convert.calibration import mixed_lengths, read_passages, tokenise
 from hf_primal.convert.config import ConvertConfig
 from hf_primal.convert.loading import Blueprint, draw_blueprint, find_device, load_teacher
 from hf_primal.convert.pipeline import convert_model
+from hf_primal.convert.push import open_hub, push
 from hf_primal.convert.write import check_output, write_folder
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
@@ -27,7 +30,7 @@ BUILT_IN = (
 
 
 def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet: bool) -> dict[str, Any]:
-    """Convert as configured and write the folder (nothing with `dry_run`).
+    """Convert as configured, write the folder and push it where that is asked for (nothing of it with `dry_run`).
 
     Args:
         config: what to do.
@@ -40,7 +43,7 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
         The report, or the plan of a dry run, as JSON types.
 
     Raises:
-        ValueError: bad input.
+        ValueError: bad input, or a push that failed after the folder was written.
         RuntimeError: the saved folder did not reload; nothing was written.
     """
     transformers.logging.set_verbosity_error()
@@ -51,6 +54,8 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
     find_device(config.device)
     if not dry_run:
         check_output(folder, config.overwrite)
+        if config.push_to_hub:
+            open_hub(config.push_to_hub, config.private)
     blueprint = draw_blueprint(config.model, config.task, config.revision, config.trust_remote_code)
     chosen = choose_layers(blueprint.model, config.layers)
     settings = config.settings(any(getattr(module, "is_causal", False) for _, module in chosen.values()))
@@ -109,9 +114,29 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
         )
     view.show_report(console, report)
     console.print(f"Saved and proven to reload: [bold]{folder}[/bold]", soft_wrap=True)
+    if config.push_to_hub:
+        with console.status(f"Pushing to {config.push_to_hub}"):
+            address = push_saved(folder, config.push_to_hub, config.private)
+        console.print(f"Pushed: [bold]{address}[/bold]", soft_wrap=True)
     if quiet:
         sys.stdout.write(f"{folder}\n")
     return dataclasses.asdict(report)
+
+
+def push_saved(folder: Path, name: str, private: bool) -> str:
+    """Push what a run has written; the address.
+
+    Raises:
+        ValueError: it failed; where the folder is, and how to push it.
+        KeyboardInterrupt: likewise.
+    """
+    again = shlex.join(["primal-convert", "push", str(folder), name, *(["--private"] if private else [])])
+    try:
+        return push(folder, name, private=private)
+    except ValueError as error:
+        raise ValueError(f"{error}; the model is saved, push it with: {again}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; the model is saved, push it with: {again}") from None
 
 
 def added_parameters(module: Any, settings: PrimalSettings) -> int:

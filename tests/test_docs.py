@@ -1,17 +1,21 @@
 """What is written is true: cards render, the README's options and numbers exist, imports go down only."""
 
 import ast
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
 
 import hf_primal
 from hf_primal.convert.cli import build_parser
-from hf_primal.convert.config import ConvertConfig
-from hf_primal.model_cards import converted_card
+from hf_primal.convert.config import TASKS, ConvertConfig
+from hf_primal.model_cards import FineTuning, converted_card, finetuned_card
+from hf_primal.model_cards.front_matter import HUB_TASKS
 from hf_primal.report import ConversionReport, Fidelity, Latency, LayerReport, break_even, write_plots
 
 ROOT = Path(__file__).parents[1]
@@ -98,25 +102,135 @@ VARIANTS = {
 }
 
 
+TUNING = FineTuning(
+    title="base-primal-sst2", auto_class="AutoModelForSequenceClassification", base_model="user/base-primal",
+    task="sequence-classification", dataset="user/reviews",
+    metrics={"eval_accuracy": 0.91, "eval_loss": 0.25, "eval_runtime": 3.0, "epoch": 2.0, "eval_f1": float("nan")},
+    teacher_metrics={"accuracy": 0.92}, trained="primal", stages=["The replaced layers, 100 steps.", "All, 50 steps."],
+    primal_layers=[2, 3], hyperparameters={"learning_rate": 1e-3, "metric": "a|b", "data": "/home/me/train.csv"},
+    command="python recipes/finetune.py /home/me/base-primal --data ../secret/train.csv",
+    versions={"hf_primal": "0.1.0"}, license_id="apache-2.0",
+)  # fmt: skip
+CARDS = sorted((ROOT / "model_cards").glob("*/README.md"))
+
+
+def parts_of(card):
+    """Front matter, results of its model-index, and body; no template is left over."""
+    _, front, body = card.split("---\n", 2)
+    matter = yaml.safe_load(front)
+    assert not re.search(r"\{\{|\{%|%\}|\}\}", card) and "nan" not in front
+    found = []
+    if "model-index" in matter:
+        name, found = model_index_to_eval_results(matter["model-index"])
+        assert name == re.search(r"^# (.+)", body, re.M)[1]
+        data = {key: value for key, value in matter.items() if key != "model-index"}
+        again = yaml.safe_load(ModelCardData(**data, model_name=name, eval_results=found).to_yaml())
+        assert again == matter
+    return matter, found, body
+
+
+def check_body(body, folder):
+    """Links lead somewhere, tables are whole, Python parses, and no path of this machine is named."""
+    for link in re.findall(r"\]\(([^)]*)\)", body):
+        assert link.startswith("https://") or (folder / link).is_file(), link
+    tables = [block for block in body.split("\n\n") if block.lstrip().startswith("|")]
+    assert tables
+    for table in tables:
+        lines = [line for line in table.strip().splitlines() if line.startswith("|")]
+        assert len({line.replace("\\|", "").count("|") for line in lines}) == 1, table
+    for code in re.findall(r"```python\n(.*?)```", body, re.S):
+        ast.parse(code)
+    assert not re.search(r"(?<![\w/:.])(/(home|tmp|work|root|Users)\b|\.\./|[A-Z]:\\)", body)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("base_model", ["user/base", None])
 def test_cards_render_with_valid_front_matter_and_whole_links(tmp_path, variant, base_model):
     report = VARIANTS[variant]
     plots = write_plots(report, tmp_path)
-    card = converted_card(report, "base-primal", "AutoModel", plots, base_model, "apache-2.0")
-    _, front, body = card.split("---\n", 2)
-    matter = yaml.safe_load(front)
+    matter, found, body = parts_of(
+        converted_card(report, "base-primal", "AutoModel", plots, base_model, "apache-2.0"),
+    )
     assert matter["library_name"] == "transformers" and matter["license"] == "apache-2.0"
     assert matter.get("base_model") == base_model
-    assert "{{" not in body and "{%" not in body and "None" not in body.replace("| None |", "")
-    for link in re.findall(r"\]\(([^)]*)\)", body):
-        assert link.startswith("https://") or (tmp_path / link).is_file(), link
+    assert "None" not in body.replace("| None |", "")
+    check_body(body, tmp_path)
     assert f"[user/base](https://huggingface.co/{base_model})" in body or base_model is None
-    tables = [block for block in body.split("\n\n") if block.lstrip().startswith("|")]
-    for table in tables:
-        lines = [line for line in table.strip().splitlines() if line.startswith("|")]
-        assert len({line.count("|") for line in lines}) == 1, table
-    ast.parse(re.search(r"```python\n(.*?)```", body, re.S)[1])
+    assert [result.metric_value for result in found] == [
+        value for value in (report.fidelity.hidden_cosine, report.fidelity.logits_kl) if value is not None
+    ]
+    held_out = "text.txt" if report.fidelity.calibration_data else "held-out part of text.txt"
+    assert {(result.dataset_name, result.dataset_type) for result in found} == {(held_out, "text")}
+
+
+@pytest.mark.parametrize(
+    "auto_class, task, tag",
+    [
+        ("AutoModel", "feature-extraction", None),
+        ("AutoModelForMaskedLM", "fill-mask", "fill-mask"),
+        ("AutoModelForCausalLM", "text-generation", "text-generation"),
+        ("AutoModelForSeq2SeqLM", "text2text-generation", None),
+        ("AutoModelForImageClassification", "image-classification", "image-classification"),
+    ],
+)
+def test_the_task_of_a_card_follows_from_the_head(auto_class, task, tag):
+    matter, found, _ = parts_of(converted_card(make_report(), "base-primal", auto_class, []))
+    assert {result.task_type for result in found} == {task} and matter.get("pipeline_tag") == tag
+
+
+def test_every_head_that_the_command_knows_has_a_task():
+    assert set(TASKS.values()) - set(HUB_TASKS) == {"AutoModel", "AutoModelForPreTraining"}
+
+
+def test_a_card_names_local_files_without_their_folders():
+    report = make_report(
+        model="/home/me/base", command="primal-convert /home/me/base --calibration ../secret/t.csv",
+        calibration={"source": "/home/me/secret/t.csv", "max_length": 192, "tokens": 9},
+    )  # fmt: skip
+    matter, found, body = parts_of(converted_card(report, "base-primal", "AutoModel", []))
+    check_body(body, ROOT)
+    assert "secret" not in body and "primal-convert base --calibration t.csv" in body
+    assert (found[0].dataset_name, found[0].dataset_type) == ("held-out part of t.csv", "csv")
+    assert matter["pipeline_tag"] == "feature-extraction"
+
+
+@pytest.mark.parametrize("task", [*TASKS, "something else"])
+@pytest.mark.parametrize("teacher", [True, False])
+def test_cards_of_fine_tuned_models_render(tmp_path, task, teacher):
+    auto_class = TASKS.get(task, "AutoModel")
+    tuning = dataclasses.replace(TUNING, task=task, auto_class=auto_class)
+    if not teacher:
+        tuning = dataclasses.replace(tuning, teacher_metrics=None, base_model=str(tmp_path), dataset="/home/me/t.csv")
+    matter, found, body = parts_of(finetuned_card(tuning))
+    check_body(body, tmp_path)
+    assert {result.metric_type: result.metric_value for result in found} == {"accuracy": 0.91, "loss": 0.25}
+    assert matter.get("base_model") == ("user/base-primal" if teacher else None)
+    assert "python recipes/finetune.py base-primal --data train.csv" in body and "secret" not in body
+    assert ("| accuracy | 0.91 | 0.92 |" if teacher else "| accuracy | 0.91 |\n") in body
+    assert "2. All, 50 steps.\n" in body and "Trained: the Primal-Attention parameters and the head." in body
+    assert {(result.dataset_name, result.dataset_type) for result in found} == {
+        ("user/reviews", "user/reviews") if teacher else ("t.csv", "csv")
+    }
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.S)
+    assert '"base-primal-sst2"' in code and (task == "something else" or auto_class in code or "pipeline(" in code)
+
+
+def test_a_fine_tuned_model_without_numbers_says_so():
+    matter, _, body = parts_of(finetuned_card(dataclasses.replace(TUNING, metrics={}, stages=[], base_model=None)))
+    assert "model-index" not in matter and "Not measured." in body and "A model fine-tuned for" in body
+
+
+@pytest.mark.parametrize("path", CARDS, ids=[path.parent.name for path in CARDS])
+def test_committed_cards_are_whole(path):
+    matter, found, body = parts_of(path.read_text())
+    assert {"library_name", "license", "base_model", "tags", "model-index"} <= set(matter) and found
+    check_body(body, path.parent)
+    for image in path.parent.glob("*.png"):
+        assert f"({image.name})" in body and image.stat().st_size < 100_000
+
+
+def test_there_is_a_committed_card():
+    assert CARDS
 
 
 def test_reports_survive_json():

@@ -34,7 +34,8 @@ class PrimalSettings:
         nonnegative: keep We, Wr >= 0, so that every kernel entry is positive (None: True for landmark).
         rank_multi: `sampled` weights use min(rank * rank_multi, N) evenly spaced rows, >= 1.
         shared_out_map: one W_o for all heads, as in the official code, instead of one per head.
-        ksvd_weight: eta, the weight of the KSVD loss while training, >= 0; 0 switches it off.
+        ksvd_weight: eta, the weight of the KSVD loss while training, >= 0; 0 switches it off. J^2 of single sequences
+            unlike the calibration's can begin in the hundreds, so the default is small.
 
     Raises:
         ValueError: a value outside the above, or a combination that has no meaning.
@@ -49,7 +50,7 @@ class PrimalSettings:
     nonnegative: bool | None = None
     rank_multi: int = 10
     shared_out_map: bool = False
-    ksvd_weight: float = 0.1
+    ksvd_weight: float = 0.0001
 
     def __post_init__(self) -> None:
         """Check, and fill in what was left open."""
