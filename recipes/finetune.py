@@ -22,7 +22,7 @@ import evaluate
 import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import TorchDynamoPlugin, broadcast_object_list, set_seed, tqdm
+from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_object_list, set_seed, tqdm
 from finetune_config import METRICS, TASKS, FineTuneConfig, read_config
 from finetune_data import Data, load_data
 from finetune_losses import distill_loss, match_loss, similarity, task_loss
@@ -32,8 +32,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoTokenizer, DataCollatorForLanguageModeling, get_scheduler
 
 from hf_primal.convert.hub import first_line
+from hf_primal.convert.push import open_hub, push
 from hf_primal.convert.verify import verify_reload
 from hf_primal.convert.write import copy_sentence_modules, license_of, staged
+from hf_primal.model_cards import FineTuning, finetuned_card
 
 REPORT = "training_report.json"
 HERE = Path(__file__).parent
@@ -71,7 +73,7 @@ class Run:
         )
         self.console = Console(quiet=not self.accelerator.is_main_process)
         self.progress = Progress()
-        self.weights: dict[str, torch.Tensor] | None = None  # gathered from all processes, of the last stage
+        self.weights: dict[str, torch.Tensor] | None = None  # of the last stage, gathered where processes hold parts
 
     # ---- checkpoints: written beside, then renamed, so that the last one is always whole ----
 
@@ -214,7 +216,8 @@ def set_up(run: Run, name: str, model: Any, teacher: Any, data: Data) -> Stage:
         restore(model, of_stage(name, chosen, head, same_logits(model, teacher, data)))
     optimizer = torch.optim.AdamW(groups_of(model, config, head, run.console))
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        new = getattr(model, "activation_checkpointing_enable", None)  # the name since Transformers 5.24
+        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
     wrapped, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     per_epoch = None if config.streaming else -(-len(loader) // config.accumulation)
     steps = {"match": config.match_steps, "distill": config.distill_steps, "task": config.max_steps}[name]
@@ -275,9 +278,9 @@ def train_stage(run: Run, name: str, model: Any, teacher: Any, data: Data, maski
     bar.close()
     if name == "task" and progress.best_checkpoint:
         accelerator.load_state(str(run.work / progress.best_checkpoint))
-    if name == config.stages[-1]:
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         run.weights = accelerator.get_state_dict(stage.model)
-    plain = accelerator.unwrap_model(stage.model, keep_torch_compile=False)
+    plain = accelerator.unwrap_model(stage.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     accelerator.free_memory()
     accelerator._custom_objects.clear()
     restore(plain, chosen)
@@ -417,8 +420,6 @@ def save(run: Run, model: Any, processor: Any, data: Data) -> dict[str, Any]:
 
 def write_card(run: Run, model: Any, report: dict[str, Any], folder: Path) -> None:
     """The model card of a fine-tuned converted model."""
-    from hf_primal.model_cards import FineTuning, finetuned_card
-
     config = run.config
     shown = ("epochs", "max_steps", "batch_size", "accumulation", "learning_rate", "primal_learning_rate", "schedule")
     shown += ("warmup", "weight_decay", "mixed_precision", "max_length", "seed")
@@ -451,6 +452,8 @@ def main(argv: list[str]) -> None:
     accelerator = run.accelerator
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if config.push_to_hub and accelerator.is_main_process:
+        open_hub(config.push_to_hub, config.private)  # what is wrong with it is told before any work
     run.prepare_folders()
     set_seed(config.seed)
     processor = load_processor(config)
@@ -471,8 +474,6 @@ def main(argv: list[str]) -> None:
         save(run, model, processor, data)
         run.console.print(f"Saved: [bold]{run.folder}[/bold]", soft_wrap=True)
         if config.push_to_hub:
-            from hf_primal.convert.push import push
-
             address = push(run.folder, config.push_to_hub, private=config.private)
             run.console.print(f"Published: {address}", soft_wrap=True)
     accelerator.wait_for_everyone()

@@ -193,6 +193,30 @@ def test_two_processes_equal_one(models, data, tmp_path):
     assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
 
 
+OPTIONS = {
+    "compiled": ["--compile", "aot_eager"],
+    "bf16": ["--mixed_precision", "bf16"],
+    "checkpointed": ["--gradient_checkpointing"],
+    "streamed": ["--streaming", "--num_labels", 3],
+    "tracked": ["--trackers", "tensorboard"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_the_run_leave_its_losses_what_they_were(option, models, data, tmp_path):
+    flags = ["--evaluation", data / "rows.csv", "--max_steps", 3]
+    plain = run(models / "encoder-primal", data / "rows.csv", tmp_path / "plain", *flags)
+    report = run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *flags, *OPTIONS[option])
+    if option == "streamed":  # in another order
+        assert len(report["history"]) == len(plain["history"]) and report["rows"]["train"] is None
+        return
+    for one, two in zip(plain["history"][:3], report["history"][:3], strict=True):
+        tolerance = 0.05 if option == "bf16" else 1e-5
+        assert two["loss"] == pytest.approx(one["loss"], rel=tolerance)
+    if option == "tracked":
+        assert list((tmp_path / "out-run" / "finetune").glob("events*"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
