@@ -59,7 +59,7 @@ def public_command(command: str) -> str:
 
 
 def without_folders(word: str) -> str:
-    """`/home/me/text.txt` as `text.txt` and `--output=/tmp/out` as `--output=out`; any other word as it is."""
+    """`~/texts/mine.txt` as `mine.txt` and `--output=~/models/out` as `--output=out`; any other word as it is."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return f"{option}{equals}{last_name(value)}" if OUTSIDE.match(value) else word
 

@@ -216,7 +216,7 @@ def set_up(run: Run, name: str, model: Any, teacher: Any, data: Data) -> Stage:
         restore(model, of_stage(name, chosen, head, same_logits(model, teacher, data)))
     optimizer = torch.optim.AdamW(groups_of(model, config, head, run.console))
     if config.gradient_checkpointing:
-        new = getattr(model, "activation_checkpointing_enable", None)  # the name since Transformers 5.24
+        new = getattr(model, "activation_checkpointing_enable", None)  # its name in later releases
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
     wrapped, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     per_epoch = None if config.streaming else -(-len(loader) // config.accumulation)

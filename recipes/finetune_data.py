@@ -225,6 +225,7 @@ def load_data(config: FineTuneConfig, processor: Any) -> Data:
     Raises:
         ValueError: data that is not there, lacks a column or has labels out of range.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders may fork
     datasets.disable_progress_bars()
     train, evaluation = open_both(config)
     check_columns(train, config, config.train)
@@ -242,6 +243,3 @@ def load_data(config: FineTuneConfig, processor: Any) -> Data:
     if config.streaming:
         train = train.shuffle(seed=config.seed, buffer_size=1000)
     return Data(train, evaluation, collator(config, processor), labels)
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
