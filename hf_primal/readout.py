@@ -38,6 +38,7 @@ class Readout:
         size = self.context + 2 * primal.settings.rank + 1
         self.gram, self.cross = exact_zeros(primal, heads, size, size), exact_zeros(primal, heads, size, dim)
         self.power, self.squares = exact_zeros(primal, heads), exact_zeros(primal, heads, 2 * primal.settings.rank)
+        self.tokens = exact_zeros(primal)  # each with its sequence's share of far pairs, as in `squares`
         self.features: tuple[Tensor, Tensor] | None = None
         if primal.settings.weights == "fixed":
             shape = primal.coupling.shape
@@ -46,7 +47,10 @@ class Readout:
     def update(self, states: States) -> None:
         """Add one call of the layer."""
         context, scores = self.primal.context_and_scores(**states.inputs())
-        self.squares += scores.square().sum((0, 2))  # zero at padding
+        tokens = states.valid.sum(-1).to(self.gram.dtype)
+        far = self.primal.far_share(tokens).clamp(min=FLOOR)  # all alike where the band covers every sequence
+        self.squares += (far[:, None, None] * scores.square().sum(2)).sum(0)  # zero at padding
+        self.tokens += (far * tokens).sum()
         if self.features is not None:
             averaged = self.primal.averaged(*scaled_states(states), states.valid, states.causal)
             psi_q, psi_k, _ = self.primal.feature_maps(*averaged)
@@ -98,7 +102,7 @@ class Readout:
     def zero_objective(self) -> None:
         """Set the coupling, and Lambda so that every component of J is 0 here: Lambda^2 = 2 trace / (e^2 + r^2)."""
         primal = self.primal
-        squares = self.squares.unflatten(-1, (2, -1)).sum(-2) / self.gram[:, -1, -1:]
+        squares = self.squares.unflatten(-1, (2, -1)).sum(-2) / self.tokens
         if self.features is not None:
             We, Wr = primal.We.to(squares.dtype), primal.Wr.to(squares.dtype)
             if primal.settings.nonnegative:

@@ -30,6 +30,7 @@ from finetune_parts import choose_parameters, comparable, groups_of, head_names,
 from rich.console import Console
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoTokenizer, DataCollatorForLanguageModeling, get_scheduler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_primal.convert.hub import first_line
 from hf_primal.convert.push import open_hub, push
@@ -190,6 +191,18 @@ def batches_of(loader: Any, progress: Progress) -> Iterator[tuple[int, Any]]:
         epoch += 1
 
 
+class ByLength(LengthGroupedSampler):
+    """Batches of rows of similar length, in an order that depends on the seed and the epoch alone."""
+
+    def __init__(self, batch_size: int, rows: Any, seed: int) -> None:
+        super().__init__(batch_size, lengths=[len(row) for row in rows])
+        self.seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order."""
+        self.generator = torch.Generator().manual_seed(self.seed * 1000 + epoch)
+
+
 @dataclasses.dataclass
 class Stage:
     """One stage's prepared parts."""
@@ -208,7 +221,11 @@ class Stage:
 def set_up(run: Run, name: str, model: Any, teacher: Any, data: Data) -> Stage:
     """Choose what trains in a stage, and prepare it for the devices there are."""
     config, accelerator = run.config, run.accelerator
-    loader = DataLoader(data.train, config.batch_size, shuffle=not config.streaming, collate_fn=data.collate)
+    sampler = None
+    if config.group_by_length:
+        sampler = ByLength(config.batch_size * accelerator.num_processes, data.train["input_ids"], config.seed)
+    shuffle = None if config.streaming or sampler else True
+    loader = DataLoader(data.train, config.batch_size, shuffle, sampler, collate_fn=data.collate)
     test = DataLoader(data.evaluation, config.eval_batch_size, collate_fn=data.collate)
     head = head_names(model, config)
     if name != "task":

@@ -79,6 +79,7 @@ class FineTuneConfig:
     max_steps: int = option(-1, "optimiser steps of the task stage; above 0 it wins over epochs")
     batch_size: int = option(32, "rows a process and micro-batch")
     eval_batch_size: int = option(64, "rows a process")
+    group_by_length: bool = option(False, "batches of texts of similar length: less padding, less time")
     accumulation: int = option(1, "micro-batches an optimiser step")
     learning_rate: float = option(5e-5, "of everything but the two below")
     primal_learning_rate: float | None = option(None, "of the Primal-Attention parameters; none: learning_rate")
@@ -120,6 +121,8 @@ class FineTuneConfig:
             raise ValueError("stages match and distill need --teacher")
         if self.streaming and self.max_steps < 1:
             raise ValueError("--streaming has no known length; give --max_steps")
+        if self.group_by_length and (self.streaming or self.task == "image-classification"):
+            raise ValueError("--group_by_length needs texts that are not streamed")
         if self.task == "sentence-similarity" and len(self.text_columns) != 2:
             raise ValueError("task sentence-similarity needs two --text_columns")
 

@@ -136,8 +136,9 @@ def test_every_task_trains_reports_its_metrics_and_reloads(task, models, data, t
     assert any(".primal." in name for name in moved) and any(".primal." not in name for name in moved)
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one(models, data, tmp_path, monkeypatch):
-    flags = ("--task", "masked-lm", "--max_steps", 6, "--eval_steps", 2, "--accumulation", 2)
+@pytest.mark.parametrize("order", [(), ("--group_by_length",)])
+def test_a_resumed_run_repeats_an_uninterrupted_one(order, models, data, tmp_path, monkeypatch):
+    flags = ("--task", "masked-lm", "--max_steps", 6, "--eval_steps", 2, "--accumulation", 2, *order)
     whole = run(models / "masked-primal", data / "text.txt", tmp_path / "whole", *flags)
     evaluate, count = finetune.evaluate_model, []
 
@@ -178,6 +179,21 @@ def test_all_stages_in_one_run_train_what_was_asked_for(trains, models, data, tm
         assert moved and all("layer.1" in name or "layer.2" in name for name in moved)
     if trains == "all":
         assert not blocks
+
+
+def test_batches_by_length_hold_every_row_once_in_an_order_of_the_seed_and_the_epoch():
+    rows = [[0] * length for length in (3, 9, 1, 4, 7, 2, 8, 5, 6, 10) * 40]
+
+    def order(seed, epoch):
+        sampler = finetune.ByLength(4, rows, seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    first = order(0, 0)
+    assert sorted(first) == list(range(len(rows)))
+    assert first == order(0, 0) and first != order(0, 1) and first != order(1, 0)
+    padding = sum(4 * max(len(rows[i]) for i in first[at : at + 4]) for at in range(0, len(rows), 4))
+    assert padding < 1.1 * sum(map(len, rows))
 
 
 def test_two_processes_equal_one(models, data, tmp_path):
@@ -225,6 +241,7 @@ def test_options_of_the_run_leave_its_losses_what_they_were(option, models, data
         (["--trains", "primal", "--stages", "distill"], "stages match and distill need --teacher"),
         (["--batch_size", 0], "--batch_size must be >= 1, got 0"),
         (["--best_metric", "nothing"], "--best_metric nothing is not measured"),
+        (["--group_by_length", "--streaming", "--max_steps", 2], "--group_by_length needs texts that are not streamed"),
         (["--resume"], "has no checkpoint; start without it"),
     ],
 )

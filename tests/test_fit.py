@@ -1,5 +1,8 @@
 """The closed form: what the SVD recovers, the non-negative factors, the read-out, the objective, the edge cases."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
@@ -93,6 +96,24 @@ def test_the_objective_is_zero_on_the_calibration_tokens(form):
         layer.Lambda.mul_(1.1)
     layer(states.query, states.key, states.value, states.valid, states.scaling)
     assert abs(layer.last.item()) > 1e-2
+
+
+def test_sequences_inside_the_band_have_no_objective_and_longer_ones_their_share_of_it():
+    layer, states = fitted(FORMS["default"], make_states())[0].train(), make_states(seed=1)
+    scores = layer.context_and_scores(states.query, states.key, states.value)[1]
+    no_band = copy.deepcopy(layer)
+    no_band.settings = dataclasses.replace(layer.settings, window=0)
+    for tokens, share in ((1, 0.0), (4, 0.0), (5, 0.04), (8, 0.25), (60, (56 / 60) ** 2)):
+        cut = scores[:, :, :tokens]
+        torch.testing.assert_close(layer.objectives(cut)[0], share * no_band.objectives(cut)[0])
+
+
+def test_calibration_inside_the_band_leaves_an_objective_that_is_finite():
+    layer, short = fitted(FORMS["default"], make_states())[0], make_states(tokens=4)
+    readout = readouts.Readout(layer)
+    readout.update(short)
+    readout.solve()
+    assert layer.Lambda.isfinite().all() and layer.Lambda.max() < 100
 
 
 def test_the_svd_solution_is_stationary_for_the_objective():

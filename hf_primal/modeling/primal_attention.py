@@ -34,8 +34,8 @@ class PrimalSettings:
         nonnegative: keep We, Wr >= 0, so that every kernel entry is positive (None: True for landmark).
         rank_multi: `sampled` weights use min(rank * rank_multi, N) evenly spaced rows, >= 1.
         shared_out_map: one W_o for all heads, as in the official code, instead of one per head.
-        ksvd_weight: eta, the weight of the KSVD loss while training, >= 0; 0 switches it off. J^2 of single sequences
-            unlike the calibration's can begin in the hundreds, so the default is small.
+        ksvd_weight: eta, the weight of the KSVD loss while training, >= 0; 0 switches it off. J^2 begins near 0 on
+            text like the calibration's and at 0.2 to 25 on other text, so a larger weight can outweigh the task.
 
     Raises:
         ValueError: a value outside the above, or a combination that has no meaning.
@@ -50,7 +50,7 @@ class PrimalSettings:
     nonnegative: bool | None = None
     rank_multi: int = 10
     shared_out_map: bool = False
-    ksvd_weight: float = 0.0001
+    ksvd_weight: float = 0.01
 
     def __post_init__(self) -> None:
         """Check, and fill in what was left open."""
@@ -482,21 +482,30 @@ class PrimalAttention(nn.Module):
     def objectives(self, scores: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """J of every sequence and how many tokens it has, both (B,).
 
-        J = 1/2 mean ||Lambda e||^2 + 1/2 mean ||Lambda r||^2 - mean_heads Tr(We^T coupling Wr)
+        J = far * (1/2 mean ||Lambda e||^2 + 1/2 mean ||Lambda r||^2 - mean_heads Tr(We^T coupling Wr))
+
+        with far as in `far_share`.
 
         Args:
             scores: [e; r], (B, H, N, 2s), zero at padding.
             valid: (B, N) bool or None; the means run over valid tokens only.
 
-        Source: equation 10, with the official code's conventions (Lambda enters squared, token means); the
-        coupling of the two feature spaces is ours, the identity for the paper's forms.
+        Source: equation 10, with the official code's conventions (Lambda enters squared, token means). Ours are the
+        coupling of the two feature spaces, the identity for the paper's forms, and `far`, 1 for them.
         """
         tokens = torch.full_like(scores[:, 0, 0, 0], scores.shape[2])
         if valid is not None:
             tokens = valid.sum(-1).to(scores.dtype).expand_as(tokens)
         squares = scores.square().sum(2) / tokens.clamp(min=1)[:, None, None]  # (B, H, 2s)
         energy = 0.5 * (squares.unflatten(-1, (2, -1)).sum(-2) * self.Lambda.to(scores.dtype).square()).sum(-1)
-        return (energy - self.traces(scores.dtype).sum(-1)).mean(-1), tokens
+        return self.far_share(tokens) * (energy - self.traces(scores.dtype).sum(-1)).mean(-1), tokens
+
+    def far_share(self, tokens: Tensor) -> Tensor:
+        """The share of a sequence's pairs that the low-rank kernel stands for, (1 - window / N)^2; N is `tokens`.
+
+        1 without a band; 0 where the band covers the whole sequence and the kernel has no part in the output.
+        """
+        return (1 - (self.settings.window or 0) / tokens.clamp(min=1)).clamp(min=0).square()
 
     def keep(self, objectives: Tensor, tokens: Tensor) -> None:
         """Note what `objectives` gave.
