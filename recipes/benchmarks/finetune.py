@@ -58,7 +58,6 @@ def accuracy(model: str, folder: Path, task: str, seed: int, flags: list[str]) -
         call = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(HERE.parent / "finetune.py")]
         call += ["--config", str(HERE.parent / "configs/sst2.yaml"), "--model", model, "--output", str(output)]
         call += ["--train", str(folder / task / "train.csv"), "--evaluation", str(folder / task / "test.csv")]
-        call += ["--group_by_length", "true"]
         run(*call, "--epochs", epochs, "--learning_rate", rate, "--seed", str(seed), *flags)
         history = json.loads((output / "training_report.json").read_text())["history"]
     return [row["accuracy"] for row in history if row["stage"] == "evaluation"][-1]
