@@ -6,7 +6,7 @@ Letters: H heads, N tokens, d head dim, p feature dim, s rank. Sums are float64 
 import torch
 from torch import Tensor
 
-from hf_primal.modeling.primal_attention import EXPONENT_LIMIT, PrimalAttention, sample_positions
+from hf_primal.modeling.primal_attention import EXPONENT_LIMIT, PrimalAttention
 from hf_primal.observe import States
 
 CHUNK = 2**24  # entries of the attention matrix held at once
@@ -91,7 +91,7 @@ class SlotMoments:
     def update(self, states: States) -> None:
         """Add one call of the layer."""
         q, k = scaled_states(states)
-        index, used = sample_positions(q.shape[-2], len(self.count), states.valid, q.device)
+        index, used = self.primal.sampled(q.shape[-2], states.valid, q.device)
         rows = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
         self.primal.check_sight(states.causal, states.horizon)
         scores = (rows @ k.mT).masked_fill(~states.valid[:, None, None], torch.finfo(q.dtype).min)

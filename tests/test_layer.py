@@ -276,6 +276,7 @@ def test_key_padding_reads_every_kind_of_mask():
         ({"feature_map": "cosine", "nonnegative": True}, "nonnegative needs feature_map landmark"),
         ({"weights": "sampled"}, "weights sampled needs feature_map cosine"),
         ({"readout": "scores", "window": 8}, "window 8 needs readout values"),
+        ({"official_sampling": True}, "official_sampling needs weights sampled"),
         ({"shared_out_map": True}, "shared_out_map needs readout scores"),
     ],
 )

@@ -12,6 +12,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 FORMS = {
     "data-dependent": PrimalSettings.paper(rank=RANK, rank_multi=4),
     "data-dependent, shared out map": PrimalSettings.paper(rank=RANK, rank_multi=4, shared_out_map=True),
+    "data-dependent, official sampling": PrimalSettings.paper(rank=RANK, rank_multi=4, official_sampling=True),
     "data-independent": PrimalSettings.paper(rank=RANK, weights="fixed"),
     "causal": PrimalSettings.paper(causal=True, rank=RANK),
 }
@@ -24,8 +25,10 @@ def make(settings):
     return layer.double().train()
 
 
-def positions(tokens, slots):
-    """n = min(slots, N) evenly spaced rows; fewer rows than slots spread over them."""
+def positions(tokens, slots, official):
+    """Token and slot of n = min(slots, N) evenly spaced rows, fewer spread over the slots; official ones repeat."""
+    if official:
+        return [(int(token), slot) for slot, token in enumerate(torch.linspace(0, tokens - 1, slots, dtype=int))]
     if tokens >= slots:
         return [(round_half_up(i * (tokens - 1), slots - 1), i) for i in range(slots)]
     return [(j, round_half_up(j * (slots - 1), tokens - 1)) for j in range(tokens)]
@@ -43,7 +46,7 @@ def reference(layer, q, k, v, causal):
         objective = -torch.trace(We.T @ Wr)
         if layer.settings.weights == "sampled":
             F = torch.zeros(len(We), DIM, dtype=torch.float64)  # f(X); rows that no token fills stay zero
-            for token, slot in positions(tokens, len(We)):
+            for token, slot in positions(tokens, len(We), layer.settings.official_sampling):
                 F = F.index_put((torch.tensor(slot),), v[b, h, token])
             We, Wr = F.T @ We, F.T @ Wr
         for i in range(tokens):
@@ -79,6 +82,15 @@ def test_the_layer_is_the_papers_forward_and_backward(form, tokens):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def test_official_sampling_meets_padding_and_ours_does_not():
+    valid = torch.arange(30) < torch.tensor([[30], [17]])
+    inputs = [torch.randn(BATCH, HEADS, 30, DIM, dtype=torch.float64) for _ in range(3)]
+    for form, changes in (("data-dependent", False), ("data-dependent, official sampling", True)):
+        layer = make(FORMS[form])
+        outputs = [layer(*(x[1:, :, :n] for x in inputs), valid[1:, :n])[:, :17] for n in (17, 30)]
+        assert torch.allclose(*outputs) != changes
 
 
 def problem(data_dependent, queries=9, keys=7, p=5, n=6):

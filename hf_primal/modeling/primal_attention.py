@@ -33,6 +33,8 @@ class PrimalSettings:
         readout: "values" (ours: the rank-s kernel weighs the values) or "scores" (the paper's W_o [e; r] + b).
         nonnegative: keep We, Wr >= 0, so that every kernel entry is positive (None: True for landmark).
         rank_multi: `sampled` weights use min(rank * rank_multi, N) evenly spaced rows, >= 1.
+        official_sampling: `sampled` weights take their rows as the official code does, over the padded length, so that
+            padding is sampled and short sequences repeat rows; else over the valid tokens, each once.
         shared_out_map: one W_o for all heads, as in the official code, instead of one per head.
         ksvd_weight: eta, the weight of the KSVD loss while training, >= 0; 0 switches it off. J^2 begins near 0 on
             text like the calibration's and at 0.2 to 25 on other text, so a larger weight can outweigh the task.
@@ -49,6 +51,7 @@ class PrimalSettings:
     readout: str = "values"
     nonnegative: bool | None = None
     rank_multi: int = 10
+    official_sampling: bool = False
     shared_out_map: bool = False
     ksvd_weight: float = 0.01
 
@@ -80,6 +83,8 @@ class PrimalSettings:
                 raise ValueError(f"{name} must be {' or '.join(values)}, got {getattr(self, name)!r}")
         if not landmark and self.features is not None:
             raise ValueError("features is for feature_map landmark (cosine has as many as the head has dimensions)")
+        if self.official_sampling and self.weights != "sampled":
+            raise ValueError("official_sampling needs weights sampled")
         if self.weights == "sampled" and landmark:
             raise ValueError("weights sampled needs feature_map cosine")
         if self.nonnegative and not landmark:
@@ -357,10 +362,18 @@ class PrimalAttention(nn.Module):
             return We.abs(), Wr.abs()  # the absolute value keeps them so under any optimiser
         if self.settings.weights == "fixed":
             return We, Wr
-        index, used = sample_positions(v.shape[-2], We.shape[1], valid, v.device)
+        index, used = self.sampled(v.shape[-2], valid, v.device)
         rows = v.gather(2, index[:, None, :, None].expand(*v.shape[:2], -1, v.shape[-1]))
         rows = (rows * used[:, None, :, None]).mT
         return rows @ We, rows @ Wr
+
+    def sampled(self, tokens: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which token each row of We meets, and whether any, (B or 1, n): as `sample_positions`, or official."""
+        slots = self.We.shape[1]
+        if not self.settings.official_sampling:
+            return sample_positions(tokens, slots, valid, device)
+        index = torch.linspace(0, tokens - 1, slots, dtype=torch.int64, device=device)[None]
+        return index.expand(1 if valid is None else len(valid), -1), torch.ones_like(index, dtype=torch.bool)
 
     def banded(
         self,
