@@ -2,9 +2,9 @@
 
     accelerate launch recipes/finetune.py --config recipes/configs/sst2.yaml --model DIR --train FILE.csv --output DIR
 
-One process, several (torchrun or accelerate launch), one GPU or several: the same command. Every key of the config is
-a flag too. What is random in a step depends on the seed and the step alone, so that a resumed run repeats one that was
-not interrupted.
+One process, several (torchrun or accelerate launch), one GPU or several: the same command; for FSDP and DeepSpeed see
+configs/accelerate. Every key of the config is a flag too. What is random in a step depends on the seed and the step
+alone, so that a resumed run repeats one that was not interrupted.
 """
 
 import dataclasses
@@ -26,7 +26,16 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_objec
 from finetune_config import METRICS, TASKS, FineTuneConfig, read_config
 from finetune_data import Data, load_data
 from finetune_losses import distill_loss, match_loss, similarity, task_loss
-from finetune_parts import choose_parameters, comparable, groups_of, head_names, of_stage, restore
+from finetune_parts import (
+    block_classes,
+    choose_parameters,
+    comparable,
+    groups_of,
+    head_names,
+    of_stage,
+    restore,
+    shared_parameters,
+)
 from rich.console import Console
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoTokenizer, DataCollatorForLanguageModeling, get_scheduler
@@ -70,11 +79,10 @@ class Run:
             log_with=config.trackers or None,
             project_dir=str(self.work),
             step_scheduler_with_optimizer=False,
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.seed),
         )
         self.console = Console(quiet=not self.accelerator.is_main_process)
         self.progress = Progress()
-        self.weights: dict[str, torch.Tensor] | None = None  # of the last stage, gathered where processes hold parts
 
     # ---- checkpoints: written beside, then renamed, so that the last one is always whole ----
 
@@ -91,6 +99,7 @@ class Run:
             progress.best_checkpoint = name
         scratch, final = self.work / f"writing-{name}", self.work / name
         self.accelerator.save_state(str(scratch))
+        self.accelerator.wait_for_everyone()  # each process writes a part of it
         if self.accelerator.is_main_process:
             (scratch / "progress.json").write_text(json.dumps(dataclasses.asdict(progress), indent=2))
             shutil.rmtree(final, ignore_errors=True)
@@ -235,6 +244,8 @@ def set_up(run: Run, name: str, model: Any, teacher: Any, data: Data) -> Stage:
     if config.gradient_checkpointing:
         new = getattr(model, "activation_checkpointing_enable", None)  # its name in later releases
         (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if accelerator.distributed_type == DistributedType.FSDP:  # Accelerate's own choice fails on embeddings
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = block_classes(base_of(model))
     wrapped, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     per_epoch = None if config.streaming else -(-len(loader) // config.accumulation)
     steps = {"match": config.match_steps, "distill": config.distill_steps, "task": config.max_steps}[name]
@@ -296,12 +307,40 @@ def train_stage(run: Run, name: str, model: Any, teacher: Any, data: Data, maski
     if name == "task" and progress.best_checkpoint:
         accelerator.load_state(str(run.work / progress.best_checkpoint))
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        run.weights = accelerator.get_state_dict(stage.model)
-    plain = accelerator.unwrap_model(stage.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        plain = gathered(run, stage.model, data)
+    else:
+        plain = accelerator.unwrap_model(stage.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     accelerator.free_memory()
     accelerator._custom_objects.clear()
     restore(plain, chosen)
     progress.stage, progress.step, progress.batches = progress.stage + 1, 0, 0
+    return plain
+
+
+def check_sharding(accelerator: Accelerator, model: Any, config: FineTuneConfig) -> None:
+    """Refuse what cannot be trained in parts, before anything is.
+
+    Raises:
+        ValueError: several stages under DeepSpeed; parameters that modules share, embeddings aside, under FSDP.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and len(config.stages) > 1:
+        raise ValueError(f"DeepSpeed takes one stage a run, each from the last one's --output; got {config.stages}")
+    if accelerator.distributed_type == DistributedType.FSDP and (shared := shared_parameters(base_of(model))):
+        raise ValueError(f"FSDP cannot split {', '.join(shared)}, which modules share; use accelerate/multi_gpu.yaml")
+
+
+def gathered(run: Run, model: Any, data: Data) -> Any:
+    """A plain model, whole on every process, with the weights that the processes trained in parts."""
+    config, file = run.config, run.work / "weights.pt"
+    weights = run.accelerator.get_state_dict(model)
+    if run.accelerator.is_main_process:
+        torch.save(weights, file)
+    run.accelerator.wait_for_everyone()
+    plain = choose_parameters(load_model(config, config.model, data.labels, own=True), config)
+    plain.load_state_dict(torch.load(file, weights_only=True))
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        file.unlink()
     return plain
 
 
@@ -405,7 +444,7 @@ def save(run: Run, model: Any, processor: Any, data: Data) -> dict[str, Any]:
     if config.trains == "primal+lora":
         if config.save_adapter:
             model.save_pretrained(run.work / "adapter")
-        model, run.weights = model.merge_and_unload(), None
+        model = model.merge_and_unload()
     evaluations = [row for row in progress.history if row["stage"] == "evaluation"]
     name, more = config.ranked_by
     best = max(evaluations, key=lambda row: row[name] if more else -row[name]) if evaluations else {}
@@ -423,7 +462,7 @@ def save(run: Run, model: Any, processor: Any, data: Data) -> dict[str, Any]:
         "history": progress.history,
     }
     with staged(run.folder) as staging:
-        model.save_pretrained(staging, state_dict=run.weights)
+        model.save_pretrained(staging)
         processor.save_pretrained(staging)
         copy_sentence_modules(config.model, staging)
         (staging / REPORT).write_text(json.dumps(report, indent=2) + "\n")
@@ -477,6 +516,7 @@ def main(argv: list[str]) -> None:
     with accelerator.main_process_first():
         data = load_data(config, processor)
     model = choose_parameters(load_model(config, config.model, data.labels, own=True), config)
+    check_sharding(accelerator, model, config)
     teacher = None
     if config.teacher:
         teacher = load_model(config, config.teacher, data.labels, own=False).eval().to(accelerator.device)

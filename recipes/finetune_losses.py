@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from finetune_config import FineTuneConfig
 from finetune_parts import comparable
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hf_primal.modeling.modeling_primal import self_attention_modules
 
@@ -70,10 +71,12 @@ def match_loss(model: Any, plain: Any, teacher: Any, batch: dict[str, Tensor]) -
     with torch.no_grad(), attention_outputs(teacher) as wanted:
         teacher(**inputs)
     with attention_outputs(plain) as found:
-        model(**inputs)
+        output = model(**inputs)
     mask = batch.get("attention_mask")
     replaced = plain.config.primal_layers
     loss = torch.stack([relative_error(found[index], wanted[index], mask) for index in replaced]).mean()
+    if isinstance(plain, FSDPModule):  # the backward of what it returned is where it gathers its parameters
+        loss = loss + 0 * output[0].sum()
     return loss, {"loss_match": loss.detach()}
 
 

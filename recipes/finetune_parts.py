@@ -1,5 +1,6 @@
 """Which parameters train in `finetune.py`, in which groups, under LoRA or not."""
 
+import re
 from typing import Any
 
 import torch
@@ -63,6 +64,23 @@ def choose_parameters(model: Any, config: FineTuneConfig) -> Any:
             or (config.trains == "replaced-layers" and any(name.startswith(f"{block}.") for block in blocks))
         )
     return model
+
+
+def block_classes(model: Any) -> list[str]:
+    """Class names of the blocks that hold the self-attentions, such as BertLayer: the outermost that are numbered."""
+    blocks = {re.match(r".*?\.\d+(?=\.)|", name)[0] for name, _ in self_attention_modules(model)}
+    return sorted({type(model.get_submodule(block)).__name__ for block in blocks})
+
+
+def shared_parameters(model: Any) -> list[str]:
+    """Names of the parameters that several modules share; the two embeddings count as one module."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    found: dict[int, dict[int, str]] = {}
+    for name, module in model.named_modules():
+        owner = embeddings[0] if module in embeddings else module
+        for part, parameter in module.named_parameters(prefix=name, recurse=False):
+            found.setdefault(id(parameter), {})[id(owner)] = part
+    return [next(iter(owners.values())) for owners in found.values() if len(owners) > 1]
 
 
 def of_stage(stage: str, names: set[str], head: set[str], compares_logits: bool) -> set[str]:
