@@ -8,7 +8,6 @@ alone, so that a resumed run repeats one that was not interrupted.
 """
 
 import dataclasses
-import errno
 import importlib.metadata
 import json
 import shlex
@@ -25,6 +24,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedType, TorchDynamoPlugin, broadcast_object_list, set_seed, tqdm
 from finetune_config import METRICS, TASKS, FineTuneConfig, read_config
 from finetune_data import Data, load_data
+from finetune_errors import explain, writing
 from finetune_losses import distill_loss, match_loss, similarity, task_loss
 from finetune_parts import (
     block_classes,
@@ -41,7 +41,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoTokenizer, DataCollatorForLanguageModeling, get_scheduler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_primal.convert.hub import first_line
 from hf_primal.convert.push import open_hub, push
 from hf_primal.convert.verify import verify_reload
 from hf_primal.convert.write import copy_sentence_modules, license_of, staged
@@ -98,10 +97,12 @@ class Run:
         if better:
             progress.best_checkpoint = name
         scratch, final = self.work / f"writing-{name}", self.work / name
-        self.accelerator.save_state(str(scratch))
+        with writing(self.work, scratch):
+            self.accelerator.save_state(str(scratch))
+            if self.accelerator.is_main_process:
+                (scratch / "progress.json").write_text(json.dumps(dataclasses.asdict(progress), indent=2))
         self.accelerator.wait_for_everyone()  # each process writes a part of it
         if self.accelerator.is_main_process:
-            (scratch / "progress.json").write_text(json.dumps(dataclasses.asdict(progress), indent=2))
             shutil.rmtree(final, ignore_errors=True)
             scratch.rename(final)
             for old in self.checkpoints():
@@ -461,7 +462,7 @@ def save(run: Run, model: Any, processor: Any, data: Data) -> dict[str, Any]:
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "history": progress.history,
     }
-    with staged(run.folder) as staging:
+    with writing(run.work), staged(run.folder) as staging:
         model.save_pretrained(staging)
         processor.save_pretrained(staging)
         copy_sentence_modules(config.model, staging)
@@ -537,20 +538,11 @@ def main(argv: list[str]) -> None:
     accelerator.end_training()
 
 
-def explain(error: BaseException) -> str:
-    """An error in one line with what to do."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out of memory; lower --batch_size (and raise --accumulation), or use --gradient_checkpointing true"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; the last checkpoint is whole: free some room and use --resume true"
-    return first_line(error)
-
-
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit("finetune: interrupted; go on from the last checkpoint with --resume true")
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"finetune: {explain(error)}", file=sys.stderr)
+    except (Exception, KeyboardInterrupt) as error:
+        if (line := explain(error)) is None:
+            raise
+        print(f"finetune: {line}", file=sys.stderr)
         sys.exit(2)

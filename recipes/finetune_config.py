@@ -121,8 +121,8 @@ class FineTuneConfig:
             raise ValueError("stages match and distill need --teacher")
         if self.streaming and self.max_steps < 1:
             raise ValueError("--streaming has no known length; give --max_steps")
-        if self.group_by_length and (self.streaming or self.task == "image-classification"):
-            raise ValueError("--group_by_length needs texts that are not streamed")
+        if self.group_by_length and (self.streaming or self.task in ("image-classification", "sentence-similarity")):
+            raise ValueError("--group_by_length needs rows of one text, or a pair in one, that are not streamed")
         if self.task == "sentence-similarity" and len(self.text_columns) != 2:
             raise ValueError("task sentence-similarity needs two --text_columns")
 

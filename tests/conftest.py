@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertTokenizer
 
+pytest_plugins = ["recipe_runs"]
+
 WORDS = [
     "the",
     "a",
