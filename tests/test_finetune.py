@@ -188,10 +188,39 @@ def test_a_config_file_is_typed_and_flags_win(tmp_path):
         read_config(["--config", str(file)])
 
 
-def test_every_shipped_config_is_read():
-    for file in (RECIPES / "configs").glob("*.yaml"):
-        config = read_config(
-            ["--config", str(file), *["--model", "a", "--train", "b", "--output", "c", "--teacher", "d"]]
-        )
-        assert config.task in finetune.TASKS
-        assert f"--config recipes/configs/{file.name}" in file.read_text().split("\ntask:")[0]
+CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
+
+
+def rows_for(config, folder, passages):
+    """A file with the columns that a config names; None for images."""
+    if config.task == "image-classification":
+        return None
+    if config.task in ("masked-lm", "causal-lm"):
+        (folder / "rows.txt").write_text("\n".join(passages * 8))
+        return folder / "rows.txt"
+    with open(folder / "rows.jsonl", "w") as file:
+        for place, text in enumerate(passages[:24]):
+            row = dict.fromkeys(config.text_columns, text) | {config.label_column: place % 3}
+            if config.task == "token-classification":
+                row = {config.text_columns[0]: text.split()[:12], config.label_column: [place % 3] * 12}
+            elif config.task in ("regression", "sentence-similarity"):
+                row[config.label_column] = place % 5 / 5
+            file.write(json.dumps(row | {config.text_columns[-1]: row[config.text_columns[0]]}) + "\n")
+    return folder / "rows.jsonl"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_config_runs_by_the_command_in_its_head(file, models, data, passages, tmp_path):
+    (command,) = [line for line in file.read_text().splitlines() if "accelerate launch" in line]
+    words = command.strip("# ").split()
+    assert words[:5] == ["accelerate", "launch", "recipes/finetune.py", "--config", f"recipes/configs/{file.name}"]
+    config = read_config(["--config", str(file), *words[5:]])
+    kind = {"masked-lm": "masked", "causal-lm": "decoder", "image-classification": "vision"}.get(config.task, "encoder")
+    rows = rows_for(config, tmp_path, passages) or data / "images"
+    flags = ["--config", file, "--match_steps", 1, "--distill_steps", 1, "--max_length", min(config.max_length, 150)]
+    if config.teacher:
+        flags += ["--teacher", models / f"{kind}-teacher"]
+    report = run(models / f"{kind}-primal", rows, tmp_path / "out", *flags, "--max_steps", 1)
+    stages = [row["stage"] for row in report["history"]]
+    assert stages == [*config.stages, "evaluation"] and report["config"]["learning_rate"] == config.learning_rate
