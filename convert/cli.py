@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     layer.add_argument("--weights", choices=("fixed", "sampled"), help="(default: fixed; paper: sampled)")
     layer.add_argument("--readout", choices=("values", "scores"), help="(default: values; paper: scores)")
     layer.add_argument(
-        "--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.01)"
+        "--ksvd-weight", type=float, metavar="X", help="weight of the KSVD loss in later training (default: 0.001)"
     )
     add(
         "--refine-steps",

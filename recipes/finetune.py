@@ -119,10 +119,10 @@ class Run:
         config, main = self.config, self.accelerator.is_main_process
         if config.resume:
             if not self.checkpoints():
-                raise ValueError(f"--resume: {self.work} has no checkpoint; start without it")
+                raise ValueError(f"--resume: {self.work} has no checkpoint; start without it, or with --overwrite")
             latest = json.loads((self.checkpoints()[-1] / "progress.json").read_text())
             self.progress = Progress(**latest)
-        elif (self.folder.exists() or self.work.exists()) and not config.overwrite:
+        elif (self.folder.exists() or (self.work.exists() and any(self.work.iterdir()))) and not config.overwrite:
             raise ValueError(f"--output {config.output}: it or its -run exists; use --resume, --overwrite or another")
         elif self.folder.exists() and not (self.folder / REPORT).is_file():
             raise ValueError(f"--output {config.output} was not written by this recipe; give another")
@@ -285,26 +285,25 @@ def train_stage(run: Run, name: str, model: Any, teacher: Any, data: Data, maski
     if progress.step:
         accelerator.load_state(str(run.work / f"checkpoint-{progress.stage}-{progress.step}"))
     losses: list[dict[str, torch.Tensor]] = []
-    bar = tqdm(total=stage.steps, initial=progress.step, desc=name, disable=None)
     source = batches_of(stage.loader, progress)
-    while progress.step < stage.steps and not (config.patience and progress.waited >= config.patience):
-        stage.model.train()
-        epoch, batch = next(source)
-        place = progress.batches * accelerator.num_processes + accelerator.process_index
-        torch.manual_seed(config.seed + 1_000_003 * (progress.stage + 1) + place)
-        losses.append(train_batch(run, stage, teacher, masking(batch)))
-        if not accelerator.sync_gradients:
-            continue
-        stage.scheduler.step()
-        progress.step += 1
-        bar.update()
-        last = progress.step == stage.steps
-        if last or progress.step % config.log_steps == 0:
-            log(run, name, epoch, losses, stage.scheduler.get_last_lr()[0], bar)
-        if last or progress.step % stage.every == 0:
-            better = name == "task" and judge(run, evaluate_model(run, stage.model, stage.test, masking))
-            run.save_checkpoint(better)
-    bar.close()
+    with tqdm(total=stage.steps, initial=progress.step, desc=name) as bar:  # closed before an error is told
+        while progress.step < stage.steps and not (config.patience and progress.waited >= config.patience):
+            stage.model.train()
+            epoch, batch = next(source)
+            place = progress.batches * accelerator.num_processes + accelerator.process_index
+            torch.manual_seed(config.seed + 1_000_003 * (progress.stage + 1) + place)
+            losses.append(train_batch(run, stage, teacher, masking(batch)))
+            if not accelerator.sync_gradients:
+                continue
+            stage.scheduler.step()
+            progress.step += 1
+            bar.update()
+            last = progress.step == stage.steps
+            if last or progress.step % config.log_steps == 0:
+                log(run, name, epoch, losses, stage.scheduler.get_last_lr()[0], bar)
+            if last or progress.step % stage.every == 0:
+                better = name == "task" and judge(run, evaluate_model(run, stage.model, stage.test, masking))
+                run.save_checkpoint(better)
     if name == "task" and progress.best_checkpoint:
         accelerator.load_state(str(run.work / progress.best_checkpoint))
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -335,7 +334,8 @@ def gathered(run: Run, model: Any, data: Data) -> Any:
     config, file = run.config, run.work / "weights.pt"
     weights = run.accelerator.get_state_dict(model)
     if run.accelerator.is_main_process:
-        torch.save(weights, file)
+        with writing(run.work):
+            torch.save(weights, file)
     run.accelerator.wait_for_everyone()
     plain = choose_parameters(load_model(config, config.model, data.labels, own=True), config)
     plain.load_state_dict(torch.load(file, weights_only=True))
@@ -444,7 +444,9 @@ def save(run: Run, model: Any, processor: Any, data: Data) -> dict[str, Any]:
     config, progress = run.config, run.progress
     if config.trains == "primal+lora":
         if config.save_adapter:
-            model.save_pretrained(run.work / "adapter")
+            adapter = run.work / "adapter"
+            with writing(run.work, adapter):
+                model.save_pretrained(adapter)
         model = model.merge_and_unload()
     evaluations = [row for row in progress.history if row["stage"] == "evaluation"]
     name, more = config.ranked_by
@@ -509,8 +511,11 @@ def main(argv: list[str]) -> None:
     accelerator = run.accelerator
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if config.push_to_hub and accelerator.is_main_process:
-        open_hub(config.push_to_hub, config.private)  # what is wrong with it is told before any work
+    if accelerator.is_main_process:  # what is wrong with these is told before any work
+        for name in config.metrics:
+            metric_of(name)
+        if config.push_to_hub:
+            open_hub(config.push_to_hub, config.private)
     run.prepare_folders()
     set_seed(config.seed)
     processor = load_processor(config)

@@ -45,7 +45,9 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return "out of memory; lower --batch_size (and raise --accumulation), or use --gradient_checkpointing true"
     if isinstance(error, OSError) and error.errno in FULL:
-        return "the disk is full; free some room and go on from the last checkpoint, which is whole, with --resume true"
+        return (
+            "the disk is full; free some room and go on from the last checkpoint, if there is one, with --resume true"
+        )
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; go on from the last checkpoint with --resume true"
+        return "interrupted; go on from the last checkpoint, if there is one, with --resume true"
     return first_line(error) if isinstance(error, ValueError | OSError) else None

@@ -69,12 +69,28 @@ def data(tmp_path_factory, passages):
     return folder
 
 
-def run(model, train, output, *flags):
-    """One run of the recipe in this process; its report."""
+@pytest.fixture
+def without_reload(monkeypatch):
+    """No fresh process proves that a result reloads, which takes nine tenths of a tiny run."""
+    monkeypatch.setattr(finetune, "verify_reload", lambda *arguments: None)
+
+
+def arguments(model, train, output, *flags):
+    """Those of a tiny run."""
+    usual = ["--max_steps", 2, "--batch_size", 4, "--max_length", 32, "--log_steps", 1]
+    return [str(one) for one in ("--model", model, "--train", train, "--output", output, *usual, *flags)]
+
+
+def forget_runs():
+    """Accelerate keeps its state in the process; the next run begins anew."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    usual = ["--max_steps", "2", "--batch_size", "4", "--max_length", "32", "--log_steps", "1"]
-    finetune.main(["--model", str(model), "--train", str(train), "--output", str(output), *usual, *map(str, flags)])
+
+
+def run(model, train, output, *flags):
+    """One run of the recipe in this process; its report."""
+    forget_runs()
+    finetune.main(arguments(model, train, output, *flags))
     return json.loads((output / "training_report.json").read_text())
 
 

@@ -189,38 +189,46 @@ def test_a_config_file_is_typed_and_flags_win(tmp_path):
 
 
 CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
+SHIPPED = {  # the model, the data, and a metric that tells the task
+    "distill": ("encoder", "table", "accuracy"),
+    "images": ("vision", "images", "accuracy"),
+    "masked_lm": ("masked", "lines", "perplexity"),
+    "pairs": ("encoder", "table", "f1"),
+    "regression": ("encoder", "table", "pearsonr"),
+    "similarity": ("encoder", "table", "spearmanr"),
+    "sst2": ("encoder", "table", "accuracy"),
+    "sst2_lora": ("encoder", "table", "accuracy"),
+    "tags": ("encoder", "table", "f1"),
+    "wikitext": ("decoder", "lines", "perplexity"),
+}
 
 
-def rows_for(config, folder, passages):
-    """A file with the columns that a config names; None for images."""
-    if config.task == "image-classification":
-        return None
-    if config.task in ("masked-lm", "causal-lm"):
-        (folder / "rows.txt").write_text("\n".join(passages * 8))
-        return folder / "rows.txt"
-    with open(folder / "rows.jsonl", "w") as file:
+@pytest.fixture(scope="module")
+def shipped_data(data, passages, tmp_path_factory):
+    """A table with the columns that the data sets of the configs have, lines of text, and images."""
+    folder = tmp_path_factory.mktemp("shipped")
+    with open(folder / "table.jsonl", "w") as file:
         for place, text in enumerate(passages[:24]):
-            row = dict.fromkeys(config.text_columns, text) | {config.label_column: place % 3}
-            if config.task == "token-classification":
-                row = {config.text_columns[0]: text.split()[:12], config.label_column: [place % 3] * 12}
-            elif config.task in ("regression", "sentence-similarity"):
-                row[config.label_column] = place % 5 / 5
-            file.write(json.dumps(row | {config.text_columns[-1]: row[config.text_columns[0]]}) + "\n")
-    return folder / "rows.jsonl"
+            texts = dict.fromkeys(("text", "premise", "sentence1"), text)
+            texts |= dict.fromkeys(("hypothesis", "sentence2"), passages[-place])
+            words = {"tokens": text.split()[:10], "tags": [place % 3] * 10}
+            file.write(json.dumps({**texts, **words, "label": place % 3, "score": place % 5 / 5}) + "\n")
+    (folder / "lines.txt").write_text("\n".join(passages * 2))
+    return {"table": folder / "table.jsonl", "lines": folder / "lines.txt", "images": data / "images"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+@pytest.mark.usefixtures("without_reload")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_shipped_config_runs_by_the_command_in_its_head(file, models, data, passages, tmp_path):
+def test_every_shipped_config_runs_by_the_command_in_its_head(file, models, shipped_data, tmp_path):
     (command,) = [line for line in file.read_text().splitlines() if "accelerate launch" in line]
     words = command.strip("# ").split()
     assert words[:5] == ["accelerate", "launch", "recipes/finetune.py", "--config", f"recipes/configs/{file.name}"]
     config = read_config(["--config", str(file), *words[5:]])
-    kind = {"masked-lm": "masked", "causal-lm": "decoder", "image-classification": "vision"}.get(config.task, "encoder")
-    rows = rows_for(config, tmp_path, passages) or data / "images"
-    flags = ["--config", file, "--match_steps", 1, "--distill_steps", 1, "--max_length", min(config.max_length, 150)]
-    if config.teacher:
-        flags += ["--teacher", models / f"{kind}-teacher"]
-    report = run(models / f"{kind}-primal", rows, tmp_path / "out", *flags, "--max_steps", 1)
-    stages = [row["stage"] for row in report["history"]]
-    assert stages == [*config.stages, "evaluation"] and report["config"]["learning_rate"] == config.learning_rate
+    kind, rows, metric = SHIPPED[file.stem]
+    given = {"--train": shipped_data[rows], "--evaluation": shipped_data[rows], "--teacher": models / f"{kind}-teacher"}
+    flags = [part for name in words if name in given for part in (name, given[name])]
+    flags += ["--config", file, "--match_steps", 1, "--distill_steps", 1, "--max_length", min(config.max_length, 150)]
+    report = run(models / f"{kind}-primal", shipped_data[rows], tmp_path / "out", *flags, "--max_steps", 1)
+    assert [row["stage"] for row in report["history"]] == [*config.stages, "evaluation"]
+    assert metric in report["metrics"] and report["config"]["learning_rate"] == config.learning_rate

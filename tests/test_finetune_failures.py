@@ -2,6 +2,7 @@
 
 import errno
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,16 +10,17 @@ from pathlib import Path
 
 import datasets
 import finetune
+import finetune_losses
 import pytest
 import torch
 from accelerate import Accelerator
 from finetune_errors import explain, writing
 from hub_server import TOKEN, environment, serving
-from recipe_runs import assert_same_weights, run, weights
-from transformers import AutoModelForSequenceClassification
+from recipe_runs import arguments, assert_same_weights, forget_runs, run, weights
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-STEPS = ["--max_steps", 6, "--eval_steps", 2]
+STEPS = ["--max_steps", 6, "--eval_steps", 2, "--best_metric", "loss"]
 
 
 def stop_with(error, monkeypatch, at):
@@ -34,27 +36,71 @@ def stop_with(error, monkeypatch, at):
     monkeypatch.setattr(finetune, "train_batch", failing)
 
 
+def half_written(folder):
+    """What is neither data nor a whole checkpoint in a folder and in its out-run."""
+    beside = {path.name for path in folder.iterdir()} - {"out-run"}
+    return beside | {path.name for path in (folder / "out-run").iterdir() if not path.name.startswith("checkpoint-")}
+
+
 def assert_goes_on(models, data, tmp_path, last):
-    """The last checkpoint is whole, nothing half-written is there, and a resumed run ends as an uninterrupted one."""
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-    names = [path.name for path in (tmp_path / "out-run").iterdir()]
-    assert last in names and not [name for name in names if not name.startswith("checkpoint-")]
-    run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *STEPS, "--resume")
-    run(models / "encoder-primal", data / "rows.csv", tmp_path / "whole", *STEPS)
+    """The last checkpoint is whole: a resumed run ends as an uninterrupted one, and leaves nothing half-written."""
+    assert (tmp_path / "out-run" / last).is_dir()
+    again = run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *STEPS, "--resume")
+    assert half_written(tmp_path) == {"out"}
+    whole = run(models / "encoder-primal", data / "rows.csv", tmp_path / "whole", *STEPS)
+    assert whole["best_step"] == 6  # weights from before the failure would be the same in any case
+    assert again["history"] == whole["history"]
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory; lower --batch_size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; lower --batch_size"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full; free some room"),
+        (KeyboardInterrupt(), "interrupted; go on from the last checkpoint"),
+    ],
+    ids=["accelerator", "memory", "disk", "interrupted"],
+)
+def test_the_program_ends_with_one_line_of_its_own(error, line, models, data, tmp_path, monkeypatch, capsys):
+    def failing(*arguments):
+        raise error
+
+    forget_runs()
+    monkeypatch.setattr(finetune_losses, "task_loss", failing)
+    call = arguments(models / "encoder-primal", data / "rows.csv", tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *call])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(RECIPES / "finetune.py"), run_name="__main__")
+    lines = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and lines[-1].startswith(f"finetune: {line}"), lines
+    assert not [one for one in lines if "Traceback" in one]
+
+
+@pytest.mark.usefixtures("without_reload")
+def test_what_stopped_before_its_first_checkpoint_starts_again_and_what_has_one_does_not(models, data, tmp_path):
+    place = (models / "encoder-primal", data / "rows.csv", tmp_path / "out")
+    with pytest.raises(ValueError, match="has no column 'nothing'"):
+        run(*place, "--label_column", "nothing")
+    run(*place)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(ValueError, match="it or its -run exists; use --resume"):
+        run(*place)
+
+
+@pytest.mark.usefixtures("without_reload")
 def test_out_of_memory_is_one_line_and_the_last_checkpoint_is_whole(models, data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_with(torch.OutOfMemoryError("CUDA out of memory"), patch, at=4)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *STEPS)
-    for error in (caught.value, RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        assert explain(error).startswith("out of memory; lower --batch_size")
+    assert explain(caught.value).startswith("out of memory") and not half_written(tmp_path)
     assert explain(RuntimeError("shapes do not fit")) is None
     assert_goes_on(models, data, tmp_path, "checkpoint-0-2")
 
 
+@pytest.mark.usefixtures("without_reload")
 @pytest.mark.parametrize("place", ["checkpoint", "result"])
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(place, models, data, tmp_path, monkeypatch):
     """torch.save turns ENOSPC into a RuntimeError of its own."""
@@ -75,7 +121,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(place, models,
         patch.setattr(owner, name, full)
         with pytest.raises(OSError) as caught:
             run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *STEPS)
-    assert explain(caught.value).startswith("the disk is full; free some room")
+    assert explain(caught.value).startswith("the disk is full") and not half_written(tmp_path)
     assert_goes_on(models, data, tmp_path, "checkpoint-0-2" if place == "checkpoint" else "checkpoint-0-6")
 
 
@@ -107,15 +153,18 @@ finetune.main(sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("without_reload")
 def test_a_process_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(models, data, tmp_path):
-    usual = ["--batch_size", 4, "--max_length", 32, "--log_steps", 1, *STEPS]
-    call = [sys.executable, "-c", KILLED, RECIPES, "--model", models / "encoder-primal", "--train", data / "rows.csv"]
-    child = subprocess.run([*map(str, [*call, "--output", tmp_path / "out", *usual])], capture_output=True, text=True)
+    call = arguments(models / "encoder-primal", data / "rows.csv", tmp_path / "out", *STEPS)
+    child = subprocess.run([sys.executable, "-c", KILLED, RECIPES, *call], capture_output=True, text=True, timeout=120)
     assert child.returncode == -9, child.stderr[-2000:]
-    shutil.rmtree(tmp_path / "out-run" / "writing-checkpoint-0-4")  # it was there; a resumed run clears it away too
+    assert half_written(tmp_path) == {"writing-checkpoint-0-4"}
+    scratch = tmp_path / "out-run" / "writing-checkpoint-0-4"
+    scratch.rename(scratch.with_name("writing-checkpoint-0-3"))  # of a step that the resumed run does not write
     assert_goes_on(models, data, tmp_path, "checkpoint-0-2")
 
 
+@pytest.mark.usefixtures("without_reload")
 def test_early_stopping_keeps_the_best_weights(models, data, tmp_path, monkeypatch):
     values, states = iter([0.5, 0.6, 0.55, 0.6, 0.9]), []
 
@@ -139,6 +188,7 @@ def from_csv(models, data, tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("without_reload")
 @pytest.mark.parametrize("kind", ["parquet", "json", "jsonl", "saved", "saved splits"])
 def test_data_of_every_kind_trains_alike(kind, models, data, from_csv, tmp_path):
     rows = datasets.load_dataset("csv", data_files=str(data / "rows.csv"), split="train", cache_dir=tmp_path / "cache")
@@ -159,6 +209,7 @@ def test_data_of_every_kind_trains_alike(kind, models, data, from_csv, tmp_path)
 
 LOAD = """
 import json, sys
+sys.modules["hf_primal"] = None
 from transformers import AutoModelForSequenceClassification as Auto, AutoTokenizer
 model = Auto.from_pretrained("user/tuned", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("user/tuned", trust_remote_code=True)
@@ -170,13 +221,16 @@ def test_data_from_a_hub_and_the_result_pushed_to_it(models, data, from_csv, pas
     (tmp_path / "rows").mkdir()
     for split in ("train", "validation"):
         shutil.copy(data / "rows.csv", tmp_path / "rows" / f"{split}.csv")
-    call = [sys.executable, RECIPES / "finetune.py", "--model", models / "encoder-primal", "--train", "user/rows"]
-    call += ["--output", tmp_path / "out", "--max_steps", 2, "--batch_size", 4, "--max_length", 32, "--log_steps", 1]
+    call = [
+        sys.executable,
+        RECIPES / "finetune.py",
+        *arguments(models / "encoder-primal", "user/rows", tmp_path / "out"),
+    ]
     with serving() as hub:
         hub.add("datasets/user/rows", tmp_path / "rows")
         env = environment(tmp_path / "home", hub.url, TOKEN)
         child = subprocess.run(
-            [*map(str, call), "--push_to_hub", "user/tuned", "--private"], env=env, capture_output=True, text=True
+            [*call, "--push_to_hub", "user/tuned", "--private"], env=env, capture_output=True, text=True, timeout=120
         )
         assert child.returncode == 0, child.stderr[-3000:]
         assert f"{hub.url}/user/tuned" in child.stdout and hub.repositories["user/tuned"].private
@@ -185,8 +239,6 @@ def test_data_from_a_hub_and_the_result_pushed_to_it(models, data, from_csv, pas
     assert_same_weights(from_csv, tmp_path / "out")
     assert TOKEN not in child.stdout + child.stderr
     assert not any(TOKEN.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    from transformers import AutoTokenizer
-
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     logits = model(**tokenizer(passages[0], return_tensors="pt")).logits
@@ -194,8 +246,12 @@ def test_data_from_a_hub_and_the_result_pushed_to_it(models, data, from_csv, pas
 
 
 def test_no_token_is_told_before_any_work(models, data, tmp_path):
-    call = [sys.executable, RECIPES / "finetune.py", "--model", models / "encoder-primal", "--train", data / "rows.csv"]
-    call = [*map(str, [*call, "--output", tmp_path / "out", "--push_to_hub", "user/tuned"])]
+    call = [
+        sys.executable,
+        RECIPES / "finetune.py",
+        *arguments(models / "encoder-primal", data / "rows.csv", tmp_path / "out"),
+    ]
+    call += ["--push_to_hub", "user/tuned"]
     with serving() as hub:
         env = environment(tmp_path / "home", hub.url)
         child = subprocess.run(call, env=env, capture_output=True, text=True)
@@ -220,6 +276,22 @@ def test_an_adapter_saved_alone_gives_what_the_merged_model_gives(models, data, 
     assert size < sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
 
 
-def test_an_unknown_metric_is_told_in_one_line(models, data, tmp_path):
-    with pytest.raises(ValueError, match="--metrics nothing is neither in recipes/metrics nor on the hub"):
-        run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", "--metrics", "nothing")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+def test_a_full_disk_leaves_no_half_of_an_adapter(models, data, tmp_path, monkeypatch):
+    from peft import PeftModel
+
+    def full(model, folder):
+        folder.mkdir()
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", full)
+    with pytest.raises(OSError) as caught:
+        run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", "--trains", "primal+lora", "--save_adapter")
+    assert caught.value.errno == errno.ENOSPC and not half_written(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rouge", "user/metric"])
+def test_a_metric_of_a_hub_that_does_not_answer_is_one_line_before_any_work(name, models, data, tmp_path):
+    with pytest.raises(ValueError, match=f"^--metrics {name} is neither in recipes/metrics nor on the hub$"):
+        run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", "--metrics", name)
+    assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ def primal_config_class(base: type[transformers.PreTrainedConfig]) -> type[trans
     fields: dict[str, tuple[Any, Any]] = {
         "primal_layers": (list[int] | None, None),  # replaced self-attention modules, in depth order
         "primal": (dict[str, Any] | None, None),  # the PrimalSettings of those layers
-        "ksvd_weight": (float, 0.01),  # eta of the KSVD loss, >= 0; 0 switches it off
+        "ksvd_weight": (float, 0.001),  # eta of the KSVD loss, >= 0; 0 switches it off
         "primal_versions": (dict[str, str] | None, None),  # what converted the model
     }
     body = {

@@ -53,7 +53,7 @@ class PrimalSettings:
     rank_multi: int = 10
     official_sampling: bool = False
     shared_out_map: bool = False
-    ksvd_weight: float = 0.01
+    ksvd_weight: float = 0.001
 
     def __post_init__(self) -> None:
         """Check, and fill in what was left open."""

@@ -39,7 +39,7 @@ ROWS = {  # what is converted, and the flags of the recipe
     "last4, no KSVD loss": ("last4", ["--ksvd_weight", "0"]),
     "last2, LoRA": ("last2", LORA),
     "last4, LoRA": ("last4", LORA),
-    "last4, preset paper": ("last4 paper", []),
+    "last4, preset paper": ("last4 paper", ["--ksvd_weight", "0.01"]),
 }
 
 
