@@ -123,7 +123,7 @@ def label_names(train: Any, config: FineTuneConfig) -> list[str] | None:
     if config.streaming:
         raise ValueError("the classes of a streamed dataset are not known; give --num_labels")
     column = train[config.label_column]
-    found = sorted({tag for tags in column for tag in (tags if isinstance(tags, list) else [tags])} - {-100})
+    found = sorted({tag for tags in column for tag in (tags if isinstance(tags, list) else [tags])} - {-100, None})
     if all(isinstance(label, int) for label in found):
         if found != list(range(len(found))):
             raise ValueError(f"labels must be 0..{len(found) - 1} without gaps, got {found[:10]}; see --num_labels")
@@ -200,6 +200,21 @@ def encoder(config: FineTuneConfig, processor: Any, labels: list[str] | None) ->
     }[config.task]
 
 
+def refusing_empty_cells(
+    encode: Callable[..., dict[str, Any]], config: FineTuneConfig
+) -> Callable[..., dict[str, Any]]:
+    """The same function, which raises ValueError for rows that lack what the task reads; blank text lines are fine."""
+    columns = [] if config.task in ("masked-lm", "causal-lm") else needed_columns(config)
+
+    def encode_whole(rows: Mapping[str, Any]) -> dict[str, Any]:
+        for column in columns:
+            if any(cell is None for cell in rows[column]):
+                raise ValueError(f"column {column!r} has empty cells; drop those rows")
+        return encode(rows)
+
+    return encode_whole
+
+
 def collator(config: FineTuneConfig, processor: Any) -> Callable[[list[Any]], dict[str, torch.Tensor]]:
     """The function from encoded rows to a padded batch."""
     if config.task == "token-classification":
@@ -231,7 +246,7 @@ def load_data(config: FineTuneConfig, processor: Any) -> Data:
     check_columns(train, config, config.train)
     check_columns(evaluation, config, config.evaluation or config.train)
     labels = label_names(train, config)
-    encode = encoder(config, processor, labels)
+    encode = refusing_empty_cells(encoder(config, processor, labels), config)
     train, evaluation = (
         rows.map(encode, batched=True, remove_columns=rows.column_names or list(next(iter(rows))))
         for rows in (train, evaluation)

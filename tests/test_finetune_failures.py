@@ -295,3 +295,13 @@ def test_a_metric_of_a_hub_that_does_not_answer_is_one_line_before_any_work(name
     with pytest.raises(ValueError, match=f"^--metrics {name} is neither in recipes/metrics nor on the hub$"):
         run(models / "encoder-primal", data / "rows.csv", tmp_path / "out", "--metrics", name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("cell", "column"), [(0, "label"), (1, "text")])
+def test_an_empty_cell_is_one_line(cell, column, models, data, tmp_path):
+    rows = [["1", "the cat"], ["0", "a dog"], ["1", "it ran"]] * 4
+    rows[5][cell] = ""
+    (tmp_path / "rows.csv").write_text("\n".join(map(",".join, [["label", "text"], *rows])))
+    flags = ["--evaluation", data / "rows.csv"]
+    with pytest.raises(ValueError, match=f"^column '{column}' has empty cells; drop those rows$"):
+        run(models / "encoder-primal", tmp_path / "rows.csv", tmp_path / "out", *flags)
