@@ -397,6 +397,8 @@ def metric_of(name: str) -> Any:
         return evaluate.load(str(script) if script.is_file() else name)
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"--metrics {name} is neither in recipes/metrics nor on the hub") from error
+    except ImportError as error:
+        raise ValueError(f"metric {name} needs more packages: pip install '.[recipes]'; {error}") from error
 
 
 @torch.no_grad()

@@ -305,3 +305,10 @@ def test_an_empty_cell_is_one_line(cell, column, models, data, tmp_path):
     flags = ["--evaluation", data / "rows.csv"]
     with pytest.raises(ValueError, match=f"^column '{column}' has empty cells; drop those rows$"):
         run(models / "encoder-primal", tmp_path / "rows.csv", tmp_path / "out", *flags)
+
+
+def test_a_metric_whose_package_is_missing_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(ValueError, match=r"^metric accuracy needs more packages: pip install '.\[recipes\]'"):
+        finetune.metric_of("accuracy")
