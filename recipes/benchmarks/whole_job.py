@@ -28,7 +28,7 @@ COMMANDS = {
     "--output primal",
     "fine-tune and evaluate": "accelerate launch --cpu {root}/recipes/finetune.py "
     "--config {root}/recipes/configs/sst2.yaml --model primal --train {data}/train.csv "
-    "--evaluation {data}/validation.csv --output classifier",
+    "--evaluation {data}/validation.csv --epochs 1 --output classifier",
     "push": "primal-convert push classifier user/classifier",
     "load and classify": "python -c LOAD",
 }
