@@ -325,3 +325,25 @@ def test_the_decoder_tables_of_the_readme_are_the_result_file():
     teacher = language["teacher"]
     for number in ("perplexity", "first_reading", "second_reading"):
         assert f"{teacher[number]:.1f}" in README
+
+
+def test_the_fine_tuning_table_of_the_readme_is_the_result_file():
+    results = json.loads((ROOT / "recipes/benchmarks/results/finetune.json").read_text())["accuracy"]
+    rows = {cells[0]: cells[1:] for cells in table_rows() if len(cells) == 3}
+    for name in results["sst2"]:
+        found = [results[task][name] for task in ("sst2", "trec")]
+        assert all(len(row["seeds"]) == 3 for row in found)
+        expected = [f"{100 * row['mean']:.1f} ± {100 * row['standard_deviation']:.1f}" for row in found]
+        assert rows["MiniLM itself" if name == "teacher" else name] == expected
+
+
+def test_the_whole_job_of_the_readme_is_the_result_file():
+    results = json.loads((ROOT / "recipes/benchmarks/results/whole_job.json").read_text())
+    convert, train, push, load = (round(seconds) for seconds in results["seconds"].values())
+    text = " ".join(README.split())
+    assert f"takes {convert} s, {train} s and {push} s, and `pipeline(" in text
+    assert f"trust_remote_code=True)` {load} s" in text
+
+
+def table_rows():
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in README.splitlines()]

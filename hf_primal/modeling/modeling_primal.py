@@ -122,7 +122,7 @@ def with_ksvd_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # Trainer reads the signature to decide which columns to keep
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         layers = [module for module in self.modules() if isinstance(module, PrimalAttention)]
-        if kwargs.get("output_attentions"):
+        if layers and kwargs.get("output_attentions"):
             tell_attentions(self)
         squares: list[Tensor] = []
         for layer in layers:
