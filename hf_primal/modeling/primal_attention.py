@@ -204,9 +204,9 @@ class PrimalAttention(nn.Module):
             context, scores = self.context_and_scores(
                 query, key, value, valid, scaling, causal=causal, horizon=horizon, bias=bias, state=state
             )
-            output = self.readable(scores) @ self.out_map.to(scores.dtype) + self.out_bias.to(scores.dtype)
+            output = (self.readable(scores) @ self.out_map.to(scores.dtype)).add_(self.out_bias.to(scores.dtype))
             if context is not None:
-                output = output + context @ self.value_map.to(scores.dtype)
+                output.add_(context @ self.value_map.to(scores.dtype))
             if valid is not None:
                 output = output.masked_fill(~valid[:, None, :, None], 0.0)
             if self.training and self.regularised:
@@ -235,16 +235,17 @@ class PrimalAttention(nn.Module):
         seen = valid
         if state is not None:
             key, value, seen = self.recall(state, query, key, value, valid, horizon)
-        q, k, v = query.to(precise), *(x.to(precise).repeat_interleave(groups, 1) for x in (key, value))
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        q, k, v = (x.to(precise) for x in (query, key, value))
         if valid is not None:
             q = q.masked_fill(~valid[:, None, :, None], 0.0)
         if seen is not None:
             k, v = (x.masked_fill(~seen[:, None, :, None], 0.0) for x in (k, v))
-        q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+        if self.settings.feature_map == "landmark":  # the cosine map knows no length
+            q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
         new_q, new_k = self.averaged(q, k[..., -tokens:, :], valid, causal, state)
-        psi_q, psi_k, log_sum = self.feature_maps(new_q, new_k)
-        We, Wr = self.projections(v, valid)
-        e, r = psi_q @ We, psi_k @ Wr
+        e, r, log_sum = self.scores(new_q, new_k, *self.projections(v, valid))
         if valid is not None:
             e, r = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (e, r))
         scores = torch.cat((e, r), -1)
@@ -345,6 +346,18 @@ class PrimalAttention(nn.Module):
         if self.settings.feature_map == "cosine":
             return scores
         return F.normalize(scores.unflatten(-1, (2, -1)), dim=-1).flatten(-2)
+
+    def scores(self, q: Tensor, k: Tensor, We: Tensor, Wr: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """E and r, (B, H, N, s), of scaled queries and keys, and the landmark log-sum (B, H, N, 1).
+
+        We^T psi_q and Wr^T psi_k (equation 6); for the cosine map the s scores are divided, not the d features.
+        """
+        if self.settings.feature_map == "cosine":
+            lengths = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, k))
+            e, r = (x @ W / length for x, W, length in zip((q, k), (We, Wr), lengths, strict=True))
+            return e, r, None
+        psi_q, psi_k, log_sum = self.feature_maps(q, k)
+        return psi_q @ We, psi_k @ Wr, log_sum
 
     def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """psi_q and psi_k, (B, H, N, p), of scaled queries and keys, and the landmark log-sum (B, H, N, 1)."""

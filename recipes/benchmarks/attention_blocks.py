@@ -26,6 +26,19 @@ class Projected(nn.Module):
         return self.out(self.attend(q, k, v).flatten(2))
 
 
+class Bare(nn.Module):
+    """What attends without projections: the states are q, k and v, (B, N, width) to (B, N, width)."""
+
+    def __init__(self, heads: int, attend: nn.Module) -> None:
+        super().__init__()
+        self.heads, self.attend = heads, attend
+
+    def forward(self, states: Tensor) -> Tensor:
+        """See the class."""
+        parts = states.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.attend(parts, parts, parts).flatten(2)
+
+
 class Softmax(nn.Module):
     """Attention as Transformers has it, `eager` or `sdpa`: (B, H, N, d) to (B, N, H, d)."""
 
@@ -104,6 +117,8 @@ def blocks(width: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
         "softmax SDPA": around(lambda: Softmax(eager=False)),
         "official Primal (port)": around(lambda: OfficialPrimal(heads, dim, 20), reads_values=False),
         "ours, preset paper": around(lambda: primal(heads, dim, paper), reads_values=False),
+        "official Primal (port), no projections": lambda: Bare(heads, OfficialPrimal(heads, dim, 20)),
+        "ours, preset paper, no projections": lambda: Bare(heads, primal(heads, dim, paper)),
         "ours, default": around(lambda: primal(heads, dim, PrimalSettings())),
         "ours, window 0": around(lambda: primal(heads, dim, PrimalSettings(window=0))),
         **{

@@ -10,19 +10,16 @@ trained softmax ViT: the SVD start against a random one, before and after fine-t
 
 import argparse
 import copy
-import json
-import platform
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from digits import TRAIN, accuracy, images, train, vit
+from results import save
 
-from hf_primal import PrimalAttention, PrimalSettings, __version__, convert_model
+from hf_primal import PrimalAttention, PrimalSettings, convert_model
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "ablations.json"
 SIZE = 8
 PAPER = {"rank": 20, "feature_map": "cosine", "weights": "sampled", "readout": "scores"}
 LAYERS = {"Primal": [0, 1, 2, 3], "Primal.+": [3]}
@@ -117,15 +114,7 @@ def main() -> None:
         for form in FORMS
     }
     rows |= repeated(lambda seed: converted(options.epochs, seed, data), options.seeds)
-    results = {
-        "accuracy": rows,
-        "epochs": options.epochs,
-        "command": "python recipes/paper/ablations.py",
-        "device": f"cpu, {torch.get_num_threads()} threads",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    save({"accuracy": rows, "epochs": options.epochs})
     for name, row in rows.items():
         print(f"{name}: {row['mean']:.4f} ± {row['standard_deviation']:.4f}")
 

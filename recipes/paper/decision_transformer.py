@@ -10,24 +10,20 @@ position and angle but not their speeds, which they have to work out from earlie
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 import torch.nn.functional as F
+from results import save
 from torch import Tensor
 from tqdm import trange
 
-from hf_primal import __version__
 from hf_primal.modeling import configuration_primal, modeling_primal
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "decision_transformer.json"
 CONTEXT, LIMIT, BATCH = 20, 500, 64
 SEEN = [0, 2]  # position and angle, of position, speed, angle and turning speed
 ROWS: dict[str, tuple[list[int], float]] = {"DT": ([], 0.0), "Primal.+DT": ([2], 0.05)}  # replaced layers, eta
@@ -168,16 +164,8 @@ def main() -> None:
         rows[name]["seconds_per_1000_steps"] = statistics.median(times)
         print(name, rows[name])
     returns = [float(len(episode["actions"])) for episode in data]
-    results = {
-        "rows": rows,
-        "data": {"episodes": len(data), "mean_return": round(statistics.mean(returns), 1), "best_return": max(returns)},
-        "steps": options.steps,
-        "command": "python recipes/paper/decision_transformer.py",
-        "device": f"cpu, {torch.get_num_threads()} threads",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__, "gymnasium": gymnasium.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    told = {"episodes": len(data), "mean_return": round(statistics.mean(returns), 1), "best_return": max(returns)}
+    save({"rows": rows, "data": told, "steps": options.steps, "gymnasium": gymnasium.__version__})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Every cell is a process of its own, so that its peak of memory is its own; the m
 import argparse
 import json
 import math
-import platform
 import resource
 import statistics
 import subprocess
@@ -18,15 +17,13 @@ import time
 from pathlib import Path
 
 import torch
+from results import save
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 from attention_blocks import blocks  # noqa: E402
 
-from hf_primal import __version__  # noqa: E402
-
-RESULTS = HERE.parent / "benchmarks" / "results" / "efficiency.json"
 LENGTHS = (1024, 2048, 3072, 4096, 8192, 16384)
 WIDTH, HEADS = 128, 2
 
@@ -35,9 +32,10 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, float]:
     """Median seconds of forward and of forward with backward, and MiB that the process grew by at its peak."""
     torch.manual_seed(0)
     block, states = blocks(WIDTH, HEADS)[name](), torch.randn(1, 256, WIDTH)
+    states.requires_grad_()  # as inside a model
     block(states).sum().backward()  # warm-up of the libraries, at a length that needs no memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    states, forward, both = torch.randn(1, tokens, WIDTH), [], []
+    states, forward, both = torch.randn(1, tokens, WIDTH, requires_grad=True), [], []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         with torch.no_grad():
@@ -78,18 +76,10 @@ def main() -> None:
         call = [sys.executable, __file__, "--repeats", str(options.repeats), "--cell", name, str(tokens)]
         child = subprocess.run(call, capture_output=True, text=True, check=True)
         rows.setdefault(name, {})[str(tokens)] = json.loads(child.stdout.splitlines()[-1])
-    results = {
-        "rows": rows,
-        "exponent": {name: {k: exponent(row, k) for k in ("forward_s", "training_s")} for name, row in rows.items()},
-        "shape": {"batch": 1, "width": WIDTH, "heads": HEADS, "dtype": "float32"},
-        "seed": 0,
-        "command": "python recipes/paper/efficiency.py",
-        "device": f"cpu, {torch.get_num_threads()} threads",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results["exponent"], indent=2))
+    exponents = {name: {k: exponent(row, k) for k in ("forward_s", "training_s")} for name, row in rows.items()}
+    shape = {"batch": 1, "width": WIDTH, "heads": HEADS, "dtype": "float32"}
+    save({"rows": rows, "exponent": exponents, "shape": shape, "seed": 0})
+    print(json.dumps(exponents, indent=2))
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ f(X) are the value states, which are linear in the layer's input, and no row is 
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from results import FOLDER, save
 from sktime.datasets import load_japanese_vowels
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_primal import PrimalAttention, __version__
+from hf_primal import PrimalAttention
 from hf_primal.modeling import configuration_primal, modeling_primal
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "japanese_vowels.json"
 WIDTH, LENGTH, CLASSES, CHANNELS = 512, 26, 9, 12
 ROWS: dict[str, dict[str, Any]] = {  # replaced layers, s and eta of run_tasks.sh
     "Primal": {"layers": [0, 1], "rank": 40, "eta": 0.5, "paper": 0.984},
@@ -143,7 +141,7 @@ def train(row: dict[str, Any], seed: int, epochs: int, data: dict[str, Any], nam
 
 
 def main() -> None:
-    """Run what the result file does not have yet."""
+    """All runs; each is added to the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=100)
@@ -153,19 +151,14 @@ def main() -> None:
     for seed in range(options.seeds):
         for name in options.rows:
             run = train(ROWS[name], seed, options.epochs, data, name)
-            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-            row = results["rows"].setdefault(name, {"paper": ROWS[name]["paper"], "runs": {}})
+            path = FOLDER / "japanese_vowels.json"
+            rows = json.loads(path.read_text())["rows"] if path.exists() else {}
+            row = rows.setdefault(name, {"paper": ROWS[name]["paper"], "runs": {}})
             row["runs"][str(seed)] = run
             for key in ("best", "last"):
                 row[key] = round(statistics.mean(one[key] for one in row["runs"].values()), 4)
-            results |= {
-                "command": "python recipes/paper/japanese_vowels.py",
-                "epochs": options.epochs,
-                "device": "cpu",
-                "machine": platform.machine(),
-                "versions": {"hf_primal": __version__, "torch": torch.__version__},
-            }
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+            seconds = sum(one["seconds"] for each in rows.values() for one in each["runs"].values())
+            save({"rows": rows, "epochs": options.epochs}, seconds / 60)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Language modelling at small scale, GPT-2's shape: perplexity, time and memory of softmax, Primal.+ and our default.
 
-    python recipes/paper/language_model.py --train wikitext2/valid.txt --test wikitext2/test.txt
+    python recipes/paper/language_model.py --data-dir DIR
 
-The paper trains 6 layers of 512 on WikiText-103 for 150,000 updates; here 4 layers of 128 see the small WikiText-2
-validation part a few times, with a tokenizer of 4,096 pieces trained on it. Perplexities compare with each other only.
+DIR holds wikitext2/{valid,test}.txt. The paper trains 6 layers of 512 on WikiText-103 for 150,000 updates; here 4
+layers of 128 see the small WikiText-2 validation part a few times, with a tokenizer of 4,096 pieces trained on it.
+Perplexities compare with each other only.
 """
 
 import argparse
 import json
 import math
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -19,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import save
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from tqdm import trange
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_primal import __version__
 from hf_primal.modeling import configuration_primal, modeling_primal
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "language_model.json"
 VOCABULARY, TOKENS, BATCH = 4096, 256, 8
 PAPER = {"rank": 30, "feature_map": "cosine", "weights": "fixed", "readout": "scores"}
 ROWS: dict[str, dict[str, Any]] = {  # replaced layers, the layer, eta; the paper's perplexity on WikiText-103
@@ -37,11 +35,12 @@ ROWS: dict[str, dict[str, Any]] = {  # replaced layers, the layer, eta; the pape
 }
 
 
-def sequences(train: Path, test: Path) -> tuple[Tensor, Tensor]:
-    """Token ids of both texts, (sequences, 256) each, by a tokenizer trained on the first."""
+def sequences(folder: Path) -> tuple[Tensor, Tensor]:
+    """Token ids of the validation and test parts, (sequences, 256) each; the tokenizer is trained on the first."""
+    paths = [folder / "wikitext2" / f"{part}.txt" for part in ("valid", "test")]
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train([str(train)], vocab_size=VOCABULARY, show_progress=False)
-    parts = (torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")).ids) for path in (train, test))
+    tokenizer.train([str(paths[0])], vocab_size=VOCABULARY, show_progress=False)
+    parts = (torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")).ids) for path in paths)
     first, second = (ids[: len(ids) // TOKENS * TOKENS].view(-1, TOKENS) for ids in parts)
     return first, second
 
@@ -49,7 +48,7 @@ def sequences(train: Path, test: Path) -> tuple[Tensor, Tensor]:
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train and evaluate one model in this process."""
     row = ROWS[name]
-    data, test = sequences(options.train, options.test)
+    data, test = sequences(options.data_dir)
     torch.manual_seed(options.seed)
     config = configuration_primal.PrimalGPT2Config(
         vocab_size=VOCABULARY,
@@ -92,8 +91,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """All models, each in a process of its own, or one in this process with --model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--test", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=list(ROWS))
@@ -106,16 +104,8 @@ def main() -> None:
         call = [sys.executable, __file__, *sys.argv[1:], "--model", name]
         found[name] = json.loads(subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout)
         print(name, found[name])
-    results = {
-        "rows": found,
-        "size": {"layers": 4, "width": 128, "tokens": TOKENS, "batch": BATCH, "epochs": options.epochs},
-        "seed": options.seed,
-        "command": "python recipes/paper/language_model.py --train wikitext2/valid.txt --test wikitext2/test.txt",
-        "device": f"cpu, {os.cpu_count()} cores",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    size = {"layers": 4, "width": 128, "tokens": TOKENS, "batch": BATCH, "epochs": options.epochs}
+    save({"rows": found, "size": size, "seed": options.seed})
 
 
 if __name__ == "__main__":

@@ -9,25 +9,21 @@ the ratios of time and memory do, length by length.
 
 import argparse
 import json
-import os
-import platform
 import random
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from results import save
 from torch import Tensor
 from tqdm import trange
 
-from hf_primal import __version__
 from hf_primal.modeling import configuration_primal, modeling_primal
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "listops.json"
 WORDS = ["[PAD]", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]"]
 MEANING = {
     "[MIN": min,
@@ -135,15 +131,12 @@ def main() -> None:
     for name in ROWS:
         call = [sys.executable, __file__, *sys.argv[1:], "--model", name]
         found[name] = json.loads(subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    results = {
-        "rows": found,
-        "size": {name: getattr(options, name) for name in ("shortest", "longest", "rows", "steps", "seed")},
-        "command": " ".join(["python", "recipes/paper/listops.py", *sys.argv[1:]]),
-        "device": f"cpu, {os.cpu_count()} cores",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    save(
+        {
+            "rows": found,
+            "size": {name: getattr(options, name) for name in ("shortest", "longest", "rows", "steps", "seed")},
+        }
+    )
     print(json.dumps(found, indent=2))
 
 

@@ -14,7 +14,6 @@ weighs the values with.
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,17 @@ import matplotlib
 import torch
 import torch.nn.functional as F
 from digits import accuracy, images, train, vit
+from results import FOLDER, save
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from hf_primal import PrimalAttention, PrimalSettings, __version__, convert_model
+from hf_primal import PrimalAttention, PrimalSettings, convert_model
 from hf_primal.convert.calibration import mixed_lengths, read_passages
 from hf_primal.convert.cli import demo_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "spectrum.json"
 LAYERS = 4
 PAPER = {"rank": 20, "feature_map": "cosine", "weights": "sampled", "readout": "scores"}
 MODELS: dict[str, tuple[list[int], float]] = {  # replaced layers and eta
@@ -169,18 +168,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     digits, minilm = digits_part(options.epochs, options.seed), minilm_part(options.seed)
-    plot(digits, minilm, RESULTS.with_suffix(".png"))
-    results = {
-        "first components hold": {"ViT on digits, 197 tokens": held(digits), "MiniLM, 128 tokens": held(minilm)},
-        "epochs": options.epochs,
-        "seed": options.seed,
-        "command": "python recipes/paper/spectrum.py",
-        "device": f"cpu, {torch.get_num_threads()} threads",
-        "machine": platform.machine(),
-        "versions": {"hf_primal": __version__, "torch": torch.__version__},
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results["first components hold"], indent=2))
+    plot(digits, minilm, FOLDER / "spectrum.png")
+    found = {"ViT on digits, 197 tokens": held(digits), "MiniLM, 128 tokens": held(minilm)}
+    save({"first components hold": found, "epochs": options.epochs, "seed": options.seed})
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
