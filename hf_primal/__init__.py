@@ -13,9 +13,13 @@ __all__ = ["PrimalAttention", "PrimalSettings", "__version__", "convert_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """`convert_model` on first use, so that importing the layer stays light."""
-    if name != "convert_model":
-        raise AttributeError(f"module 'hf_primal' has no attribute {name!r}")
-    from hf_primal.convert.pipeline import convert_model
+    """On first use, so that importing the layer stays light: `convert_model`, and `Primal<Base>` classes."""
+    if name == "convert_model":
+        from hf_primal.convert.pipeline import convert_model
 
-    return convert_model
+        return convert_model
+    if not name.startswith("Primal"):
+        raise AttributeError(f"module 'hf_primal' has no attribute {name!r}")
+    from hf_primal.classes import find_class
+
+    return find_class(name)

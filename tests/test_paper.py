@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
+import hf_primal
 from hf_primal import PrimalAttention, PrimalSettings, ksvd
 
 BATCH, HEADS, DIM, RANK = 2, 2, 6, 3
@@ -211,3 +213,46 @@ def test_attention_is_a_kernel_whose_truncation_error_is_its_tail():
 def test_a_rank_out_of_range_is_refused(rank):
     with pytest.raises(ValueError, match=r"rank must be 1\.\.7, got"):
         ksvd.kernel_svd(torch.randn(9, 7), rank)
+
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16}
+FROM_SCRATCH = {
+    "AutoModelForSequenceClassification": ("PrimalBertConfig", {**SMALL, "vocab_size": 10}),
+    "AutoModelForImageClassification": ("PrimalViTConfig", {**SMALL, "image_size": 4, "patch_size": 1}),
+    "AutoModelForCausalLM": ("PrimalGPT2Config", {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 10}),
+    "AutoModel": ("PrimalDecisionTransformerConfig", {"hidden_size": 16, "n_head": 2, "n_layer": 2}),
+}
+
+
+@pytest.mark.parametrize("auto", FROM_SCRATCH)
+def test_a_model_from_scratch_is_a_configuration_that_trains_saves_and_reloads(auto, tmp_path):
+    torch.manual_seed(0)
+    name, fields = FROM_SCRATCH[auto]
+    causal = name in ("PrimalGPT2Config", "PrimalDecisionTransformerConfig")
+    settings = PrimalSettings.paper(causal=causal, rank=3)
+    config = getattr(hf_primal, name)(primal_layers=[1], primal=vars(settings), ksvd_weight=0.1, **fields)
+    model = getattr(transformers, auto).from_config(config).train()
+    inputs = {
+        "AutoModelForImageClassification": lambda: {"pixel_values": torch.randn(2, 3, 4, 4)},
+        "AutoModel": lambda: episode(config),
+    }.get(auto, lambda: {"input_ids": torch.randint(10, (2, 7))})()
+    model.expects_labels = False
+    model(**inputs)
+    model.last_losses["loss_ksvd"].backward()
+    (primal,) = (module for module in model.modules() if isinstance(module, PrimalAttention))
+    assert primal.Lambda.grad.abs().sum() > 0
+
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto).from_pretrained(tmp_path, trust_remote_code=True)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(**inputs)[0], model.eval()(**inputs)[0])
+
+
+def episode(config):
+    return {
+        "states": torch.randn(2, 5, config.state_dim),
+        "actions": torch.randn(2, 5, config.act_dim),
+        "rewards": torch.randn(2, 5, 1),
+        "returns_to_go": torch.randn(2, 5, 1),
+        "timesteps": torch.arange(5).expand(2, -1),
+    }

@@ -231,19 +231,10 @@ class PrimalAttention(nn.Module):
         """
         self.check_sight(causal, horizon)
         precise = torch.promote_types(query.dtype, torch.float32)
-        tokens, groups = query.shape[-2], query.shape[1] // key.shape[1]
-        seen = valid
+        tokens, seen = query.shape[-2], valid
         if state is not None:
             key, value, seen = self.recall(state, query, key, value, valid, horizon)
-        if groups > 1:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        q, k, v = (x.to(precise) for x in (query, key, value))
-        if valid is not None:
-            q = q.masked_fill(~valid[:, None, :, None], 0.0)
-        if seen is not None:
-            k, v = (x.masked_fill(~seen[:, None, :, None], 0.0) for x in (k, v))
-        if self.settings.feature_map == "landmark":  # the cosine map knows no length
-            q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+        q, k, v = self.prepared(query, key, value, valid, seen, scaling)
         new_q, new_k = self.averaged(q, k[..., -tokens:, :], valid, causal, state)
         e, r, log_sum = self.scores(new_q, new_k, *self.projections(v, valid))
         if valid is not None:
@@ -262,6 +253,28 @@ class PrimalAttention(nn.Module):
         if self.settings.nonnegative:
             return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(precise).tiny), scores
         return total[..., :-1] / self.counted(q, valid, causal, state), scores
+
+    def prepared(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        seen: Tensor | None,
+        scaling: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, k, v in float32 or better, of H heads each, zero at padding; q is scaled where its length matters."""
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+        if valid is not None:
+            q = q.masked_fill(~valid[:, None, :, None], 0.0)
+        if seen is not None:
+            k, v = (x.masked_fill(~seen[:, None, :, None], 0.0) for x in (k, v))
+        if self.settings.feature_map == "landmark":
+            q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+        return q, k, v
 
     def check_sight(self, causal: bool, horizon: int | None) -> None:
         """Refuse what a form of the layer has no meaning for; see `forward`."""

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from results import save
 from torch import Tensor
 from tqdm import trange
+from transformers import AutoModel
 
-from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal import PrimalDecisionTransformerConfig
 
 CONTEXT, LIMIT, BATCH = 20, 500, 64
 SEEN = [0, 2]  # position and angle, of position, speed, angle and turning speed
@@ -85,7 +86,7 @@ def train(name: str, data: list[dict[str, Tensor]], steps: int, seed: int) -> tu
     """The trained model, and seconds for 1,000 steps."""
     layers, eta = ROWS[name]
     torch.manual_seed(seed)
-    config = configuration_primal.PrimalDecisionTransformerConfig(
+    config = PrimalDecisionTransformerConfig(
         state_dim=len(SEEN),
         act_dim=2,
         max_ep_len=LIMIT,
@@ -97,7 +98,7 @@ def train(name: str, data: list[dict[str, Tensor]], steps: int, seed: int) -> tu
         primal={"rank": 32, "feature_map": "cosine", "weights": "fixed", "readout": "scores"},
         ksvd_weight=eta,
     )
-    model = modeling_primal.PrimalDecisionTransformerModel(config)
+    model = AutoModel.from_config(config)
     model.expects_labels = False  # the loss is worked out here
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1.0))

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor
 from tqdm import trange
-from transformers import get_cosine_schedule_with_warmup
+from transformers import AutoModelForImageClassification, get_cosine_schedule_with_warmup
 
-from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal import PrimalViTConfig
 
 TRAIN, BATCH = 1400, 50
 
@@ -31,7 +31,7 @@ def vit(size: int, layers: list[int], primal: dict[str, Any], eta: float) -> Any
         primal: fields of PrimalSettings.
         eta: weight of the KSVD loss.
     """
-    config = configuration_primal.PrimalViTConfig(
+    config = PrimalViTConfig(
         image_size=size,
         patch_size=1,
         num_channels=1,
@@ -44,7 +44,7 @@ def vit(size: int, layers: list[int], primal: dict[str, Any], eta: float) -> Any
         primal=primal,
         ksvd_weight=eta,
     )
-    return modeling_primal.PrimalViTForImageClassification(config)
+    return AutoModelForImageClassification.from_config(config)
 
 
 def train(model: Any, pixels: Tensor, labels: Tensor, epochs: int, rate: float, name: str) -> None:

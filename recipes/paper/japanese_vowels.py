@@ -21,8 +21,7 @@ from sktime.datasets import load_japanese_vowels
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_primal import PrimalAttention
-from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal import PrimalAttention, PrimalBertConfig, PrimalBertModel
 
 WIDTH, LENGTH, CLASSES, CHANNELS = 512, 26, 9, 12
 ROWS: dict[str, dict[str, Any]] = {  # replaced layers, s and eta of run_tasks.sh
@@ -53,7 +52,7 @@ class SeriesClassifier(nn.Module):
         super().__init__()
         primal = {"rank": rank, "feature_map": "cosine", "weights": "sampled", "readout": "scores"}
         primal |= {"rank_multi": 1, "shared_out_map": True}
-        config = configuration_primal.PrimalBertConfig(
+        config = PrimalBertConfig(
             vocab_size=1,
             hidden_size=WIDTH,
             num_hidden_layers=2,
@@ -63,7 +62,7 @@ class SeriesClassifier(nn.Module):
             primal=primal,
             ksvd_weight=eta,
         )
-        self.encoder = modeling_primal.PrimalBertModel(config, add_pooling_layer=False)
+        self.encoder = PrimalBertModel(config, add_pooling_layer=False)
         self.encoder.embeddings = SeriesEmbeddings()
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1))
         self.classifier = nn.Linear(LENGTH * WIDTH, CLASSES)

@@ -22,9 +22,9 @@ from results import save
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from tqdm import trange
-from transformers import get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal import PrimalGPT2Config
 
 VOCABULARY, TOKENS, BATCH = 4096, 256, 8
 PAPER = {"rank": 30, "feature_map": "cosine", "weights": "fixed", "readout": "scores"}
@@ -50,7 +50,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     row = ROWS[name]
     data, test = sequences(options.data_dir)
     torch.manual_seed(options.seed)
-    config = configuration_primal.PrimalGPT2Config(
+    config = PrimalGPT2Config(
         vocab_size=VOCABULARY,
         n_positions=TOKENS,
         n_embd=128,
@@ -62,7 +62,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         primal=row["primal"],
         ksvd_weight=row["eta"],
     )
-    model = modeling_primal.PrimalGPT2LMHeadModel(config)
+    model = AutoModelForCausalLM.from_config(config)
     steps = options.epochs * (len(data) // BATCH)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)

@@ -22,7 +22,7 @@ from results import save
 from torch import Tensor
 from tqdm import trange
 
-from hf_primal.modeling import configuration_primal, modeling_primal
+from hf_primal import PrimalBertConfig
 
 WORDS = ["[PAD]", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]"]
 MEANING = {
@@ -72,7 +72,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: accuracy on 1,000 rows of the test part, seconds for 1,000 steps, and the process's peak of memory."""
     row = ROWS[name]
     torch.manual_seed(options.seed)
-    config = configuration_primal.PrimalBertConfig(
+    config = PrimalBertConfig(
         vocab_size=len(WORDS),
         hidden_size=64,
         num_hidden_layers=2,
@@ -84,7 +84,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         primal={"rank": row["rank"], "feature_map": "cosine", "weights": "sampled", "readout": "scores"},
         ksvd_weight=row["eta"],
     )
-    model = modeling_primal.PrimalBertForSequenceClassification(config)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
     tokens, values = rows(options.rows, options.shortest, options.longest, options.seed)
