@@ -51,7 +51,7 @@ def kernels(primal: PrimalAttention, q: Tensor, k: Tensor, v: Tensor) -> dict[st
     """The matrices that a layer stands for, (B, H, N, N) each, by name; inputs as for its forward."""
     if primal.settings.readout == "values":
         identity = torch.eye(q.shape[-2]).expand(*q.shape[:2], -1, -1)
-        return {"weights of the values": primal.context_and_scores(q, k, identity)[0]}  # type: ignore[dict-item]
+        return {"weights of the values": primal.context_and_scores(q, k, identity)[0]}
     e, r = primal.context_and_scores(q, k, v)[1].chunk(2, -1)
     index, used = primal.sampled(v.shape[-2], None, v.device)
     rows = v.gather(2, index[:, None, :, None].expand(*v.shape[:2], -1, v.shape[-1])) * used[:, None, :, None]
