@@ -22,7 +22,19 @@ from hf_primal.report import ConversionReport, Fidelity, Latency, LayerReport, b
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 LEVELS = ["modeling", "layers", "below", "convert", "recipes"]
-BELOW = ("ksvd", "classes", "observe", "moments", "landmarks", "factors", "readout", "report", "initialise", "refine", "surgery")
+BELOW = (
+    "ksvd",
+    "classes",
+    "observe",
+    "moments",
+    "landmarks",
+    "factors",
+    "readout",
+    "report",
+    "initialise",
+    "refine",
+    "surgery",
+)
 
 
 def imports_of(path):
