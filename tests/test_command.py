@@ -401,11 +401,19 @@ def test_ctrl_c_in_the_middle_exits_with_130(here, saved_bert, text_file):
         text_file,
     ]
     child = subprocess.Popen(
-        [str(part) for part in command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here
+        [str(part) for part in command],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=here,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in background jobs
     )
-    assert "tiny-bert" in child.stdout.readline()  # said when the conversion begins
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=120)
+    try:
+        assert "tiny-bert" in child.stdout.readline()  # said when the conversion begins
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=120)
+    finally:
+        child.kill()
     assert child.returncode == 130
     assert err.strip().splitlines()[-1] == "primal-convert: interrupted; nothing was written"
     assert not list(here.iterdir())
