@@ -67,16 +67,16 @@ class Readout:
         self.cross += seen.mT @ answer
         self.power += answer.square().sum((-2, -1))
 
+    @torch.no_grad()
     def solve(self) -> float:
         """Write W_v, W_o, b, coupling and Lambda into the layer; the relative squared output error on what was seen."""
         primal, solution = self.primal, self.solution()
-        with torch.no_grad():
-            if self.context:
-                primal.value_map.copy_(solution[:, : self.context])
-            shared = solution[:1] if primal.settings.shared_out_map else solution
-            primal.out_map.copy_(shared[:, self.context : -1])
-            primal.out_bias.copy_(shared[:, -1:])
-            self.zero_objective()
+        if self.context:
+            primal.value_map.copy_(solution[:, : self.context])
+        shared = solution[:1] if primal.settings.shared_out_map else solution
+        primal.out_map.copy_(shared[:, self.context : -1])
+        primal.out_bias.copy_(shared[:, -1:])
+        self.zero_objective()
         explained = (solution * (2 * self.cross - self.gram @ solution)).sum((-2, -1))
         return float(((self.power - explained).sum() / self.power.sum().clamp(min=1e-30)).clamp(min=0.0))
 

@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist fills the cores; threads on top fight for them
 
 import random
 
@@ -35,6 +36,12 @@ WORDS = [
     "then",
     "it",
 ]
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A torch.compile that remembers nothing: its limit of recompilations counts the models of every earlier test."""
+    torch.compiler.reset()
 
 
 def bert_config(**changes):

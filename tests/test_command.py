@@ -409,12 +409,12 @@ def test_ctrl_c_in_the_middle_exits_with_130(here, saved_bert, text_file):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in background jobs
     )
     try:
-        assert "tiny-bert" in child.stdout.readline()  # said when the conversion begins
+        begun = child.stdout.readline()  # said when the conversion begins
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=120)
     finally:
         child.kill()
-    assert child.returncode == 130
+    assert "tiny-bert" in begun and child.returncode == 130, err
     assert err.strip().splitlines()[-1] == "primal-convert: interrupted; nothing was written"
     assert not list(here.iterdir())
 

@@ -215,7 +215,7 @@ def test_training_lowers_the_loss(family, dtype):
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama", "Mistral"])
-def test_the_compiled_model_has_no_graph_break_and_the_same_loss(family):
+def test_the_compiled_model_has_no_graph_break_and_the_same_loss(family, fresh_compiler):
     _, converted, _ = converted_of(family)
     converted, batch = copy.deepcopy(converted).train(), batches(family)[0]
     options = {"labels": batch["input_ids"]} | ({"use_cache": False} if family in CAUSAL else {})

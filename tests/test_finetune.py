@@ -133,7 +133,7 @@ def test_two_processes_equal_one(models, data, tmp_path):
 
 
 OPTIONS = {
-    "compiled": ["--compile", "aot_eager"],
+    "compiled": ["--compile", "eager"],
     "bf16": ["--mixed_precision", "bf16"],
     "checkpointed": ["--gradient_checkpointing"],
     "streamed": ["--streaming", "--num_labels", 3],

@@ -225,7 +225,7 @@ def test_gradients_agree_with_finite_differences():
 
 
 @pytest.mark.parametrize("form", ["default", "paper"])
-def test_the_compiled_layer_has_no_graph_break_and_the_same_result(form):
+def test_the_compiled_layer_has_no_graph_break_and_the_same_result(form, fresh_compiler):
     layer, tensors = make_layer(FORMS[form]), make_inputs()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*tensors), layer(*tensors))

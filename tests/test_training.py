@@ -278,7 +278,7 @@ def test_bf16_autocast_is_finite_and_close():
 
 
 @pytest.mark.parametrize("labels", [True, False])
-def test_the_compiled_training_forward_is_one_graph_and_not_compiled_again(labels):
+def test_the_compiled_training_forward_is_one_graph_and_not_compiled_again(labels, fresh_compiler):
     model, inputs = bert().train(), LABELLED["ForSequenceClassification"] if labels else TOKENS
     model.config.problem_type = "single_label_classification"  # else the head writes it at the first call
     graphs = []
