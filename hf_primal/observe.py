@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from hf_primal.modeling.primal_attention import in_sight
+from hf_primal.modeling.primal_band import in_sight
 from hf_primal.modeling.primal_interface import key_padding, relative_bias, sight_of, visible
 
 

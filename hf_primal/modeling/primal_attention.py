@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .primal_band import banded, sliding
+
 EXPONENT_LIMIT = 30.0  # landmark key features stay below exp(30), far inside float32
-BLOCK = 256  # rows of a sliding-window layer that meet their keys at once
 
 
 @dataclass(frozen=True)
@@ -245,14 +246,26 @@ class PrimalAttention(nn.Module):
         if state is not None:
             r = torch.cat((state["r"], r), -2)
             state["r"] = r[..., tokens:, :].clone()
-        v = F.pad(v, (0, 1), value=1.0)  # the last column sums the kernel
-        if causal or self.settings.window or horizon is not None:
-            total = self.banded(q, k, v, e, r, log_sum, seen, causal, horizon, bias, state)
+        if horizon is not None:
+            total, mass = sliding(q, k, v, e, r, log_sum, self.settings.window or 0, horizon, causal, seen)
+        elif causal or self.settings.window:
+            past = None if state is None else state["far"]
+            total, mass = banded(
+                q, k, v, e, r, log_sum, self.settings.window or 0, self.chunk_size, causal, seen, bias, past
+            )
+            if state is not None:
+                state["far"] = past + self.sums(r[..., :tokens, :], v[..., :tokens, :])
         else:
-            total = e @ (r.mT @ v)
+            sums = self.sums(r, v)
+            total, mass = e @ sums[..., :-1], e @ sums[..., -1:]
         if self.settings.nonnegative:
-            return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(precise).tiny), scores
-        return total[..., :-1] / self.counted(q, valid, causal, state), scores
+            return total / mass.clamp(min=torch.finfo(precise).tiny), scores
+        return total / self.counted(q, valid, causal, state), scores
+
+    def sums(self, r: Tensor, v: Tensor) -> Tensor:
+        """The sum of r [v, 1]^T over keys, (B, H, s, d + 1); r (B, H, N, s), v (B, G, N, d)."""
+        rv = (r.unflatten(1, (v.shape[1], -1)).mT @ v.unsqueeze(2)).flatten(1, 2)
+        return torch.cat((rv, r.sum(-2).unsqueeze(-1)), -1)
 
     def prepared(
         self,
@@ -263,10 +276,7 @@ class PrimalAttention(nn.Module):
         seen: Tensor | None,
         scaling: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, k, v in float32 or better, of H heads each, zero at padding; q is scaled where its length matters."""
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        """Q, k, v in float32 or better, zero at padding; q is scaled where its length matters."""
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
         if valid is not None:
             q = q.masked_fill(~valid[:, None, :, None], 0.0)
@@ -303,7 +313,7 @@ class PrimalAttention(nn.Module):
             exact: dict[str, Any] = {"dtype": precise, "device": query.device}
             state["count"] = torch.zeros(batch, dtype=torch.int64, device=query.device)
             if self.settings.readout == "scores":
-                state["q_sum"], state["k_sum"] = (torch.zeros(batch, heads, dim, **exact) for _ in range(2))
+                state["q_sum"], state["k_sum"] = (torch.zeros(batch, x.shape[1], dim, **exact) for x in (query, key))
             else:
                 kept = self.reach(horizon)
                 state["keys"], state["values"] = (x.new_zeros(*x.shape[:2], kept, x.shape[3]) for x in (key, value))
@@ -366,9 +376,9 @@ class PrimalAttention(nn.Module):
         We^T psi_q and Wr^T psi_k (equation 6); for the cosine map the s scores are divided, not the d features.
         """
         if self.settings.feature_map == "cosine":
-            lengths = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, k))
-            e, r = (x @ W / length for x, W, length in zip((q, k), (We, Wr), lengths, strict=True))
-            return e, r, None
+            q_length, k_length = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, k))
+            k_length = k_length.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            return q @ We / q_length, by_query_head(k, Wr) / k_length, None
         psi_q, psi_k, log_sum = self.feature_maps(q, k)
         return psi_q @ We, psi_k @ Wr, log_sum
 
@@ -377,9 +387,10 @@ class PrimalAttention(nn.Module):
         if self.settings.feature_map == "cosine":
             return F.normalize(q, dim=-1), F.normalize(k, dim=-1), None
         logits = q @ self.key_landmarks.to(q.dtype).mT
-        log_sum = logits.logsumexp(-1, keepdim=True)
-        exponent = k @ self.query_landmarks.to(q.dtype).mT - self.shift.to(q.dtype)
-        return (logits - log_sum).exp(), exponent.clamp(max=EXPONENT_LIMIT).exp(), log_sum
+        psi_q = logits.softmax(-1)
+        log_sum = logits.amax(-1, keepdim=True) - psi_q.amax(-1, keepdim=True).log()
+        exponent = by_query_head(k, self.query_landmarks.to(q.dtype).mT).sub_(self.shift.to(q.dtype))
+        return psi_q, exponent.clamp(max=EXPONENT_LIMIT).exp_(), log_sum
 
     def projections(self, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """We and Wr as the features meet them: (H, p, s) fixed, (B, H, d, s) sampled (equation 5, f(X) = values)."""
@@ -391,7 +402,7 @@ class PrimalAttention(nn.Module):
         index, used = self.sampled(v.shape[-2], valid, v.device)
         rows = v.gather(2, index[:, None, :, None].expand(*v.shape[:2], -1, v.shape[-1]))
         rows = (rows * used[:, None, :, None]).mT
-        return rows @ We, rows @ Wr
+        return by_query_head(rows, We), by_query_head(rows, Wr)
 
     def sampled(self, tokens: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Which token each row of We meets, and whether any, (B or 1, n): as `sample_positions`, or official."""
@@ -400,123 +411,6 @@ class PrimalAttention(nn.Module):
             return sample_positions(tokens, slots, valid, device)
         index = torch.linspace(0, tokens - 1, slots, dtype=torch.int64, device=device)[None]
         return index.expand(1 if valid is None else len(valid), -1), torch.ones_like(index, dtype=torch.bool)
-
-    def banded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        e: Tensor,
-        r: Tensor,
-        log_sum: Tensor | None,
-        seen: Tensor | None,
-        causal: bool = False,
-        horizon: int | None = None,
-        bias: Tensor | None = None,
-        state: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Exact softmax weights for |i - j| < w, the kernel e_i . r_j elsewhere, times v: (B, H, N, d + 1).
-
-        Rows come in chunks of C. A chunk meets its C + 2 w neighbours (C + w, causal) densely; what lies further left
-        or right is a sum of r v^T over whole chunks, and over the state's past. All terms are positive for
-        non-negative factors, so nothing cancels, and where the chunks begin changes nothing but rounding. Each row is
-        scaled by exp(-max(0, its band maximum)). With a horizon all neighbours in sight are met densely.
-
-        k, v and r may begin with the tokens that the state held; `seen` is their validity.
-        """
-        tokens, left = q.shape[-2], self.reach(horizon)
-        right = 0 if causal else left
-        size = min(self.chunk_size if horizon is None else BLOCK, tokens)
-        tail, width = -tokens % size, size + left + right
-        missing = left - (k.shape[-2] - tokens)
-        if seen is None:
-            seen = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device)
-        k, v, r = (F.pad(x, (0, 0, missing, right + tail)) for x in (k, v, r))
-        seen = F.pad(seen, (missing, right + tail))
-        offset = torch.arange(size, device=q.device)[:, None] + left - torch.arange(width, device=q.device)
-        if bias is not None:
-            bias = bias[:, (bias.shape[-1] // 2 - offset).clamp(0, bias.shape[-1] - 1)]
-        rows = (q, e, log_sum) if log_sum is not None else (q, e, q[..., :1])
-        if horizon is not None:
-            near = []
-            for begin in range(0, tokens, size):
-                q_, e_, log_sum_ = (x[..., begin : begin + size, :] for x in rows)
-                k_, v_, r_ = (x[..., begin : begin + width, :].mT for x in (k, v, r))
-                seen_, offset_ = seen[:, None, None, begin : begin + width], offset[: q_.shape[-2]]
-                near.append(self.met(q_, k_, v_, e_, r_, log_sum_, seen_, offset_, causal, horizon, None)[0])
-            return torch.cat(near, -2)
-        q, e, log_sum = (F.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, size)) for x in rows)
-        near_k, near_v, near_r = (x.unfold(-2, width, size) for x in (k, v, r))
-        near_seen = seen.unfold(-1, width, size)[:, None, :, None]
-        bias = None if bias is None else bias[:, None]
-        total, scale = self.met(q, near_k, near_v, e, near_r, log_sum, near_seen, offset, causal, None, bias)
-        far = self.far_sums(v, r, tokens, tail, size, left, right, state)
-        if far is not None:
-            total = total + (e @ far) * scale
-        return total.flatten(-3, -2)[..., :tokens, :]
-
-    def far_sums(
-        self,
-        v: Tensor,
-        r: Tensor,
-        tokens: int,
-        tail: int,
-        size: int,
-        left: int,
-        right: int,
-        state: dict[str, Tensor] | None,
-    ) -> Tensor | None:
-        """Sums of r v^T beyond each chunk's neighbours, (B, H, N / C, s, d + 1); None when there are none.
-
-        v and r begin `left` tokens before the first chunk and end `right` tokens after the last.
-        """
-        far: Tensor | None = None
-        chunked = tokens + tail
-        if chunked > size:
-            r_, v_ = (x[..., :chunked, :].unflatten(-2, (-1, size)) for x in (r, v))
-            far = F.pad((r_.mT @ v_).cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-            if right:
-                r_, v_ = (x[..., left + right :, :].unflatten(-2, (-1, size)) for x in (r, v))
-                after = (r_.mT @ v_).flip(-3).cumsum(-3).flip(-3)
-                far = far + F.pad(after[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
-        if state is not None:
-            past = state["far"]
-            far = past[:, :, None] if far is None else far + past[:, :, None]
-            state["far"] = past + r[..., :tokens, :].mT @ v[..., :tokens, :]
-        return far
-
-    def met(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        e: Tensor,
-        r: Tensor,
-        log_sum: Tensor,
-        seen: Tensor,
-        offset: Tensor,
-        causal: bool,
-        horizon: int | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | float]:
-        """Rows against some keys one by one: kernel times v, (..., rows, d + 1), and each row's scale.
-
-        q, e and log_sum are (..., rows, .), k, v and r (..., ., keys), `seen` says which keys are tokens, and
-        `offset`, (rows, keys), is the row's position minus the key's.
-        """
-        scale: Tensor | float = 1.0
-        kernel, window = e @ r, self.settings.window
-        allowed = seen & in_sight(offset, causal, horizon)
-        if window:
-            band = offset.abs() < window
-            exact = q @ k - log_sum if bias is None else q @ k - log_sum + bias
-            exact = exact.masked_fill(~(band & allowed), float("-inf"))
-            row_max = exact.detach().amax(-1, keepdim=True).clamp(min=0.0)
-            scale = (-row_max).exp()
-            kernel = torch.where(band, (exact - row_max).exp(), kernel * scale)
-        if causal or horizon is not None:
-            kernel = kernel.masked_fill(~allowed, 0.0)
-        return kernel @ v.mT, scale
 
     def objectives(self, scores: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """J of every sequence and how many tokens it has, both (B,).
@@ -598,7 +492,8 @@ def sample_positions(tokens: int, slots: int, valid: Tensor | None, device: torc
     return order.gather(-1, nth), used
 
 
-def in_sight(offset: Tensor, causal: bool, horizon: int | None) -> Tensor:
-    """Where a query may see a key by their places alone, bool of the shape of `offset` (query minus key position)."""
-    sight = offset >= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
-    return sight if horizon is None else sight & (offset.abs() < horizon)
+def by_query_head(k: Tensor, maps: Tensor) -> Tensor:
+    """Keys (B, G, N, d) by the map of every query head, (H, d, n) or (B, H, d, n): (B, H, N, n)."""
+    if k.shape[1] == maps.shape[-3]:
+        return k @ maps
+    return (k.unsqueeze(2) @ maps.unflatten(-3, (k.shape[1], -1))).flatten(1, 2)
