@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="observed states kept; what does not fit is computed again",
     )
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of the draw, the landmarks and the order")
+    add("--fold", action="store_true", help="put the layers' maps into the projections: faster, for plain projections")
     add("--overwrite", action="store_true", help="replace an output folder that primal-convert wrote")
     hub = parser.add_argument_group("the hub", "with the token of `hf auth login` or HF_TOKEN")
     hub.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder once it is proven")

@@ -44,6 +44,7 @@ class ConvertConfig:
     readout: str | None = None
     ksvd_weight: float | None = None
     refine_steps: int = 200
+    fold: bool = False
     task: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False

@@ -32,6 +32,7 @@ def convert_model(
     max_length: int = 192,
     batch_size: int = 16,
     memory_gb: float = 2.0,
+    fold: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, ConversionReport]:
@@ -50,6 +51,7 @@ def convert_model(
         batch_size: texts a batch, >= 1.
         memory_gb: gigabytes of observed states kept; what does not fit is computed again, up to one more forward of
             the teacher per pass and refinement step.
+        fold: give back the folded model, which is faster; see its method `fold`.
         seed: of the landmarks and of the order of batches.
         progress: called with (stage, done, total, detail).
 
@@ -59,7 +61,7 @@ def convert_model(
 
     Raises:
         ValueError: layers that do not exist, attention that cannot be replaced, empty calibration data, settings
-            that do not fit the heads.
+            that do not fit the heads, a model that cannot be folded.
     """
     tell = progress or (lambda stage, done, total, detail: None)
     settings = settings or PrimalSettings()
@@ -87,7 +89,9 @@ def convert_model(
             reports[index].error_refined = error
         seconds["refinement"] = time.perf_counter() - begin
     tell("measure", 0, 1, "")
-    converted = build_converted(model, primals, settings)
+    converted: Any = build_converted(model, primals, settings)
+    if fold:
+        converted.fold()
     rows = measure_latency(model, converted)
     report = ConversionReport(
         model=model.config._name_or_path or type(model).__name__,

@@ -84,6 +84,7 @@ def run(config: ConvertConfig, command: str, *, dry_run: bool, json: bool, quiet
             calibration=passages,
             settings=settings,
             refine_steps=config.refine_steps,
+            fold=config.fold,
             max_length=config.max_length,
             batch_size=config.batch_size,
             memory_gb=config.memory,

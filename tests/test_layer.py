@@ -72,6 +72,25 @@ def test_linear_time_equals_the_dense_kernel_at_every_chunk_size(window, chunk, 
     torch.testing.assert_close(context[valid[:, None].expand(-1, 2, -1)], expected[valid[:, None].expand(-1, 2, -1)])
 
 
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("heads, groups", [(6, 3), (4, 1)])
+@pytest.mark.parametrize("form", ["default", "signed values"])
+def test_heads_worked_on_at_once_or_in_parts_give_the_same(batch, heads, groups, form, monkeypatch):
+    layer = make_layer(FORMS[form], heads=heads, dtype=torch.float64)
+    q = make_inputs(batch, heads=heads, dtype=torch.float64)[0]
+    _, k, v = make_inputs(batch, heads=groups, dtype=torch.float64)
+    valid = torch.rand(batch, 37, generator=torch.Generator().manual_seed(0)) > 0.3
+    bias = None if form == "signed values" else torch.randn(heads, 73, dtype=torch.float64)
+    outputs = []
+    for part in (1, 80, 10**6):
+        monkeypatch.setattr(primal_band, "PART", part)
+        state = {}
+        first = layer(q, k, v, valid, causal=True, bias=bias, state=state)
+        outputs.append(torch.cat((first, layer(q, k, v, valid, causal=True, bias=bias, state=state)), 1))
+    torch.testing.assert_close(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[1], outputs[2])
+
+
 def test_a_dominant_neighbour_does_not_overflow():
     layer = make_layer(FORMS["default"])
     q, k, v = (x * 100 for x in make_inputs())

@@ -22,6 +22,7 @@ def primal_config_class(base: type[transformers.PreTrainedConfig]) -> type[trans
         "primal_layers": (list[int] | None, None),  # replaced self-attention modules, in depth order
         "primal": (dict[str, Any] | None, None),  # the PrimalSettings of those layers
         "ksvd_weight": (float, 0.001),  # eta of the KSVD loss, >= 0; 0 switches it off
+        "primal_folded": (dict[str, str] | None, None),  # projections that hold maps of those layers, by role
         "primal_versions": (dict[str, str] | None, None),  # what converted the model
     }
     body = {

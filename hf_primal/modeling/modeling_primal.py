@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 from .cache_primal import adopt, remember_cache
 from .configuration_primal import primal_config_class
 from .primal_attention import PrimalAttention, PrimalSettings
+from .primal_fold import fold, make_room
 from .primal_interface import primal_attention_forward
 from .training_primal import KsvdCallback, add_ksvd_loss, smoothed_loss
 
@@ -75,8 +76,10 @@ def install(model: PreTrainedModel) -> None:
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = "primal"
         module.register_forward_pre_hook(remember_cache, with_kwargs=True)
-        module.primal = PrimalAttention(*head_shape(module, module.config), settings)
+        folded = model.config.primal_folded or {}
+        module.primal = PrimalAttention(*head_shape(module, module.config), settings, folded=tuple(folded))
         module.primal.alone = False
+        make_room(module, folded)
     freeze_unused(model)
 
 
@@ -194,6 +197,21 @@ class PrimalMixin(PreTrainedModel):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave `last_losses` behind: it may hold a graph."""
         return {**self.__dict__, "last_losses": {}}
+
+    def fold(self) -> Any:
+        """Put the layers' maps into the projections beside them, in place: the same function in less time.
+
+        W_v goes into the value projection; without a band the landmarks go into those of q and k, which then give p
+        outputs a head. For models whose q, k and v come straight from linear layers (no rotary positions, no norms).
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: it is folded already or cannot be; it is left as it was.
+        """
+        fold(self)
+        return self
 
     def ksvd_callback(self) -> KsvdCallback:
         """For `Trainer(callbacks=[model.ksvd_callback()])`: `loss_task` and `loss_ksvd` in its log."""

@@ -113,6 +113,8 @@ class PrimalAttention(nn.Module):
         heads: H, query heads.
         head_dim: d.
         settings: what to build.
+        folded: which of "query", "key" and "value" come with the layer's own maps applied already: the landmarks'
+            logits in the place of q and k, v W_v in the place of v. See `primal_fold`.
 
     Raises:
         ValueError: a rank above the head dim for the cosine map with fixed weights.
@@ -121,9 +123,9 @@ class PrimalAttention(nn.Module):
     shift: Tensor
     coupling: Tensor
 
-    def __init__(self, heads: int, head_dim: int, settings: PrimalSettings) -> None:
+    def __init__(self, heads: int, head_dim: int, settings: PrimalSettings, folded: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.folded = settings, folded
         self.chunk_size = 32  # the fastest on CPUs; changes nothing but speed and rounding
         self.regularised = settings.ksvd_weight > 0  # whether training forwards work out J
         self.alone = True  # not part of a model
@@ -139,11 +141,11 @@ class PrimalAttention(nn.Module):
         groups = 1 if settings.shared_out_map else heads
         self.out_map = nn.Parameter(torch.empty(groups, 2 * rank, head_dim))
         self.out_bias = nn.Parameter(torch.empty(groups, 1, head_dim))
-        if settings.feature_map == "landmark":
+        if settings.feature_map == "landmark" and "query" not in folded:
             self.key_landmarks = nn.Parameter(torch.empty(heads, dim, head_dim))
             self.query_landmarks = nn.Parameter(torch.empty(heads, dim, head_dim))
             self.register_buffer("shift", torch.empty(heads, 1, dim))
-        if settings.readout == "values":
+        if settings.readout == "values" and "value" not in folded:
             self.value_map = nn.Parameter(torch.empty(heads, head_dim, head_dim))
         if settings.weights == "fixed":
             self.register_buffer("coupling", torch.empty(heads, dim, dim))
@@ -207,7 +209,7 @@ class PrimalAttention(nn.Module):
             )
             output = (self.readable(scores) @ self.out_map.to(scores.dtype)).add_(self.out_bias.to(scores.dtype))
             if context is not None:
-                output.add_(context @ self.value_map.to(scores.dtype))
+                output.add_(context if "value" in self.folded else context @ self.value_map.to(scores.dtype))
             if valid is not None:
                 output = output.masked_fill(~valid[:, None, :, None], 0.0)
             if self.training and self.regularised:
@@ -231,6 +233,9 @@ class PrimalAttention(nn.Module):
         Both in float32 or better. Arguments as for `forward`. Source: equation 6; c is ours (design, section 2).
         """
         self.check_sight(causal, horizon)
+        if "query" in self.folded:
+            query, key = (x.transpose(1, 2).flatten(2).unflatten(-1, (len(self.We), -1)) for x in (query, key))
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
         precise = torch.promote_types(query.dtype, torch.float32)
         tokens, seen = query.shape[-2], valid
         if state is not None:
@@ -254,7 +259,7 @@ class PrimalAttention(nn.Module):
                 q, k, v, e, r, log_sum, self.settings.window or 0, self.chunk_size, causal, seen, bias, past
             )
             if state is not None:
-                state["far"] = past + self.sums(r[..., :tokens, :], v[..., :tokens, :])
+                state["far"] = state["far"] + self.sums(r[..., :tokens, :], v[..., :tokens, :])
         else:
             sums = self.sums(r, v)
             total, mass = e @ sums[..., :-1], e @ sums[..., -1:]
@@ -282,7 +287,7 @@ class PrimalAttention(nn.Module):
             q = q.masked_fill(~valid[:, None, :, None], 0.0)
         if seen is not None:
             k, v = (x.masked_fill(~seen[:, None, :, None], 0.0) for x in (k, v))
-        if self.settings.feature_map == "landmark":
+        if self.settings.feature_map == "landmark" and "query" not in self.folded:
             q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
         return q, k, v
 
@@ -320,7 +325,7 @@ class PrimalAttention(nn.Module):
                 state["r"] = torch.zeros(batch, heads, kept, rank, **exact)
                 state["valid"] = torch.zeros(batch, kept, dtype=torch.bool, device=query.device)
                 if horizon is None:
-                    state["far"] = torch.zeros(batch, heads, rank, dim + 1, **exact)
+                    state["far"] = torch.zeros(batch, heads, rank, value.shape[-1] + 1, **exact)
         if valid is None:
             valid = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
         if self.settings.readout == "scores":
@@ -386,10 +391,12 @@ class PrimalAttention(nn.Module):
         """psi_q and psi_k, (B, H, N, p), of scaled queries and keys, and the landmark log-sum (B, H, N, 1)."""
         if self.settings.feature_map == "cosine":
             return F.normalize(q, dim=-1), F.normalize(k, dim=-1), None
-        logits = q @ self.key_landmarks.to(q.dtype).mT
+        logits, exponent = q, k
+        if "query" not in self.folded:
+            logits = q @ self.key_landmarks.to(q.dtype).mT
+            exponent = by_query_head(k, self.query_landmarks.to(q.dtype).mT).sub_(self.shift.to(q.dtype))
         psi_q = logits.softmax(-1)
         log_sum = logits.amax(-1, keepdim=True) - psi_q.amax(-1, keepdim=True).log()
-        exponent = by_query_head(k, self.query_landmarks.to(q.dtype).mT).sub_(self.shift.to(q.dtype))
         return psi_q, exponent.clamp(max=EXPONENT_LIMIT).exp_(), log_sum
 
     def projections(self, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:

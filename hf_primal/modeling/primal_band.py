@@ -6,8 +6,7 @@ overlap in memory and are not copied; what lies beyond is a sum of r v^T over wh
 field is the chunked form that linear attention has in the literature.
 """
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,23 +121,23 @@ def banded(
     Returns:
         (B, H, N, d) and (B, H, N, 1), in the dtype of q.
     """
-    batch, groups = k.shape[:2]
+    batch, groups = v.shape[:2]
     if seen is None:
         seen = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device)
     pieces = 1 if q.device.type != "cpu" or torch.compiler.is_compiling() else -(-q[..., 0].numel() // PART)
     if pieces == 1 or batch * groups == 1:
         return _banded(q, k, v, e, r, log_sum, window, chunk, causal, seen, bias, past)
     axis, count = (0, batch) if batch > 1 else (1, groups)
+    step = -(-count // pieces)
 
-    def cut(x: Tensor | None, at: int | None) -> Iterable[Any]:
-        if x is None or at is None or x.shape[at] == 1:
-            return itertools.repeat(x)
-        return x.split(-(-count // pieces) * (x.shape[at] // count), at)
+    def cut(x: Tensor | None, at: int) -> Sequence[Tensor | None]:
+        if x is None or at < 0 or x.shape[at] == 1:
+            return [x] * -(-count // step)
+        return x.split(step * (x.shape[at] // count), at)
 
     rows = [cut(x, axis) for x in (q, k, v, e, r, log_sum)]
-    others = cut(seen, 0 if axis == 0 else None), cut(bias, 0 if axis == 1 else None), cut(past, axis)
-    parts = zip(*rows, *others, strict=False)
-    found = [banded(*part[:6], window, chunk, causal, *part[6:]) for part in parts]
+    parts: list[Any] = list(zip(*rows, cut(seen, -axis), cut(bias, axis - 1), cut(past, axis), strict=True))
+    found = [banded(*part[:6], window, chunk, causal, part[6], part[7], part[8]) for part in parts]
     total, mass = (torch.cat(x, axis) for x in zip(*found, strict=True))
     return total, mass
 
@@ -158,7 +157,7 @@ def _banded(
     past: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`banded` of few enough rows."""
-    (batch, groups), (tokens, dim) = k.shape[:2], q.shape[-2:]
+    (batch, groups), (tokens, dim) = v.shape[:2], (q.shape[-2], v.shape[-1])
     layout = Windows(tokens, k.shape[-2], chunk, window, causal)
     offset = layout.offset(q.device)
     outside = in_sight(offset, causal, None) & (offset.abs() >= window)
@@ -219,14 +218,15 @@ def sliding(
     v: Tensor,
     e: Tensor,
     r: Tensor,
-    log_sum: Tensor,
+    log_sum: Tensor | None,
     window: int,
     horizon: int,
     causal: bool = False,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `banded` for a sliding-window layer: a query sees keys at a distance below `horizon`, all met densely."""
-    groups, tokens = k.shape[1], q.shape[-2]
+    assert log_sum is not None  # sliding-window layers have landmark features
+    groups, tokens = v.shape[1], q.shape[-2]
     q, e, log_sum = (x.unflatten(1, (groups, -1)) for x in (q, e, log_sum))
     r, k, v = r.unflatten(1, (groups, -1)), k.unsqueeze(2), v.unsqueeze(2)
     before = k.shape[-2] - tokens
