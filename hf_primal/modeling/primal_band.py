@@ -129,15 +129,17 @@ def banded(
         return _banded(q, k, v, e, r, log_sum, window, chunk, causal, seen, bias, past)
     axis, count = (0, batch) if batch > 1 else (1, groups)
     step = -(-count // pieces)
+    rows = {"q": q, "k": k, "v": v, "e": e, "r": r, "log_sum": log_sum, "past": past}
+    axes = {name: (x, axis) for name, x in rows.items()} | {"seen": (seen, -axis), "bias": (bias, axis - 1)}
 
     def cut(x: Tensor | None, at: int) -> Sequence[Tensor | None]:
         if x is None or at < 0 or x.shape[at] == 1:
             return [x] * -(-count // step)
         return x.split(step * (x.shape[at] // count), at)
 
-    rows = [cut(x, axis) for x in (q, k, v, e, r, log_sum)]
-    parts: list[Any] = list(zip(*rows, cut(seen, -axis), cut(bias, axis - 1), cut(past, axis), strict=True))
-    found = [banded(*part[:6], window, chunk, causal, part[6], part[7], part[8]) for part in parts]
+    cuts: dict[str, Any] = {name: cut(x, at) for name, (x, at) in axes.items()}
+    parts = (dict(zip(cuts, part, strict=True)) for part in zip(*cuts.values(), strict=True))
+    found = [banded(**part, window=window, chunk=chunk, causal=causal) for part in parts]
     total, mass = (torch.cat(x, axis) for x in zip(*found, strict=True))
     return total, mass
 

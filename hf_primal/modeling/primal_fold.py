@@ -136,8 +136,8 @@ def fold_module(module: Any) -> dict[str, str]:
             maps, shift = primal.query_landmarks.double(), primal.shift.double().mT
         setattr(module, names[role], multiplied(getattr(module, names[role]), maps, shift, x.shape[1]))
     try:
-        error = observed(module, states)[2] - output
-        close = bool(error.abs().max() <= 0.02 * output.abs().max())
+        change = observed(module, states)[2] - output
+        close = bool(change.abs().max() <= 0.02 * output.abs().max())
     except Exception:  # likewise, of shapes
         close = False
     if not close:
