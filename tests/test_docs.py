@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -355,6 +356,13 @@ def test_the_whole_job_of_the_readme_is_the_result_file():
     text = " ".join(README.split())
     assert f"takes {convert} s, {train} s and {push} s, and `pipeline(" in text
     assert f"trust_remote_code=True)` {load} s" in text
+
+
+def test_the_table_of_the_papers_experiments_is_the_result_files():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "recipes/paper/table.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.table() in (ROOT / "recipes/paper/README.md").read_text()
 
 
 def table_rows():
