@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_primal.convert.hub import check_name
-from hf_primal.modeling.primal_attention import PrimalSettings
+from hf_primal.modeling.primal_settings import PrimalSettings
 
 TASKS = {
     "backbone": "AutoModel",

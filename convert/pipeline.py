@@ -14,7 +14,8 @@ from hf_primal.convert.calibration import joined, mixed_lengths, read_passages, 
 from hf_primal.initialise import Progress, initialise_layers, solve_readouts
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape
-from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_settings import PrimalSettings
 from hf_primal.observe import Replay, with_decoder_inputs
 from hf_primal.refine import refine
 from hf_primal.report import ConversionReport, break_even, measure_fidelity, measure_latency, position_limit

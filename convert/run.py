@@ -21,7 +21,8 @@ from hf_primal.convert.push import open_hub, push
 from hf_primal.convert.write import check_output, write_folder
 from hf_primal.layers import choose_layers
 from hf_primal.modeling.modeling_primal import head_shape, self_attention_modules
-from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_settings import PrimalSettings
 from hf_primal.observe import with_decoder_inputs
 
 BUILT_IN = (

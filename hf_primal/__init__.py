@@ -3,7 +3,8 @@
 from importlib.metadata import version
 from typing import Any
 
-from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_settings import PrimalSettings
 from hf_primal.modeling.primal_versions import check_transformers
 
 check_transformers(version("transformers"))

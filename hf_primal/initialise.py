@@ -9,7 +9,8 @@ from torch import nn
 from hf_primal.factors import fit_factors
 from hf_primal.landmarks import LandmarkSample, place_landmarks
 from hf_primal.modeling.modeling_primal import head_shape
-from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_settings import PrimalSettings
 from hf_primal.moments import Moments, SlotMoments
 from hf_primal.observe import Replay
 from hf_primal.readout import Readout

@@ -12,7 +12,8 @@ from transformers.initialization import no_init_weights
 
 from hf_primal.modeling import modeling_primal
 from hf_primal.modeling.configuration_primal import primal_config_class
-from hf_primal.modeling.primal_attention import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_attention import PrimalAttention
+from hf_primal.modeling.primal_settings import PrimalSettings
 
 NOT_COPIED = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 

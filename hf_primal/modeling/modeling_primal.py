@@ -21,9 +21,10 @@ from transformers.models.auto import modeling_auto
 
 from .cache_primal import adopt, remember_cache
 from .configuration_primal import primal_config_class
-from .primal_attention import PrimalAttention, PrimalSettings
+from .primal_attention import PrimalAttention
 from .primal_fold import fold, make_room
 from .primal_interface import primal_attention_forward
+from .primal_settings import PrimalSettings
 from .training_primal import KsvdCallback, add_ksvd_loss, smoothed_loss
 
 AttentionInterface.register("primal", primal_attention_forward)
