@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_primal import PrimalAttention, PrimalSettings
-from hf_primal.modeling import primal_band
+from hf_primal.modeling import primal_attention, primal_band
 from hf_primal.modeling.primal_attention import sample_positions
 from hf_primal.modeling.primal_interface import key_padding
 
@@ -83,7 +83,7 @@ def test_heads_worked_on_at_once_or_in_parts_give_the_same(batch, heads, groups,
     bias = None if form == "signed values" else torch.randn(heads, 73, dtype=torch.float64)
     outputs = []
     for part in (1, 80, 10**6):
-        monkeypatch.setattr(primal_band, "PART", part)
+        monkeypatch.setattr(primal_attention, "PART", part)
         state = {}
         first = layer(q, k, v, valid, causal=True, bias=bias, state=state)
         outputs.append(torch.cat((first, layer(q, k, v, valid, causal=True, bias=bias, state=state)), 1))
@@ -308,3 +308,20 @@ def test_settings_that_mean_nothing_are_refused(changes, message):
 def test_a_rank_above_the_head_dim_is_refused_for_fixed_cosine_weights():
     with pytest.raises(ValueError, match=r"rank must be 1\.\.8 \(head dim\), got 9"):
         PrimalAttention(2, 8, PrimalSettings(rank=9, feature_map="cosine"))
+
+
+@pytest.mark.parametrize("form", ["default", "paper", "paper, shared"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_training_in_parts_gives_the_same_gradients_and_objective(form, batch, monkeypatch):
+    found = []
+    for part in (1, 80, 10**6):
+        monkeypatch.setattr(primal_attention, "PART", part)
+        layer = make_layer(FORMS[form], heads=4, dtype=torch.float64).train()
+        tensors = [x.requires_grad_() for x in make_inputs(batch, heads=4, dtype=torch.float64)]
+        valid = torch.arange(37) < torch.tensor([[37], [20], [9], [37]])[:batch]
+        output = layer(*tensors, valid)
+        (output.square().sum() + layer.last).backward()
+        found.append([output, layer.last, *(x.grad for x in tensors), *(x.grad for x in layer.parameters())])
+    for one, two, whole in zip(*found, strict=True):
+        torch.testing.assert_close(one, whole)
+        torch.testing.assert_close(two, whole)

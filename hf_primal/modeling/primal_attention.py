@@ -8,15 +8,20 @@ Source: Primal-Attention, arXiv:2305.19798 (equations 6 to 10). The landmark fea
 `values` with its exact band, its causal form, and the handling of padding are ours.
 """
 
+import copy
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .primal_band import banded, sliding
 from .primal_settings import PrimalSettings
 
+PART = 4096  # rows of all heads that a CPU works on at once
 EXPONENT_LIMIT = 30.0  # landmark key features stay below exp(30), far inside float32
 
 
@@ -118,17 +123,107 @@ class PrimalAttention(nn.Module):
             ValueError: sampled weights in a causal layer; a horizon without non-negative factors.
         """
         with torch.autocast(query.device.type, enabled=False):
-            context, scores = self.context_and_scores(
-                query, key, value, valid, scaling, causal=causal, horizon=horizon, bias=bias, state=state
-            )
-            output = (self.readable(scores) @ self.out_map.to(scores.dtype)).add_(self.out_bias.to(scores.dtype))
-            if context is not None:
-                output.add_(context if "value" in self.folded else context @ self.value_map.to(scores.dtype))
-            if valid is not None:
-                output = output.masked_fill(~valid[:, None, :, None], 0.0)
+            if "query" in self.folded:  # a module views them as heads of d
+                query, key = (x.transpose(1, 2).flatten(2).unflatten(-1, (len(self.We), -1)) for x in (query, key))
+                query, key = query.transpose(1, 2), key.transpose(1, 2)
+            options = {"scaling": scaling, "causal": causal, "horizon": horizon}
+            output, scores = self.attend(query, key, value, valid, bias, state, **options)
             if self.training and self.regularised:
+                assert scores is not None
                 self.keep(*self.objectives(scores, valid))
-            return output.transpose(1, 2).to(query.dtype)
+            return output
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor] | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `forward` gives, (B, N, H, d), and the scores while training, (B, H, N, 2s).
+
+        On a CPU in parts, so that what is between two steps stays in the processor's cache; in training each part is
+        worked out again in the backward pass, and nothing of it is kept.
+        """
+        recorded = torch.is_grad_enabled()
+        cuts = self.cuts(query, value, state, recorded)
+        if not cuts:
+            return self.attend_at_once(query, key, value, valid, bias, state, **options)
+        heads = len(self.We)
+        output = query.new_empty(len(query), query.shape[2], heads, value.shape[-1])
+        found, states = [], []
+        for rows, mine, groups in cuts:
+            inputs: list[Any] = [x[rows, mine if x.shape[1] == heads else groups] for x in (query, key, value)]
+            inputs += [None if valid is None else valid[rows], None if bias is None else bias[mine]]
+            attend = functools.partial(self.attend_heads, mine, **options)
+            if recorded:
+                found.append(checkpoint(attend, *inputs, None, use_reentrant=False, preserve_rng_state=False))
+                continue
+            if state is not None:
+                part = {
+                    name: x if x.ndim < 3 else x[:, mine if x.shape[1] == heads else groups]
+                    for name, x in state.items()
+                }
+                states.append(part)
+            output[rows, :, mine], _ = attend(*inputs, states[-1] if states else None)
+        if states and state is not None:
+            for name, first in states[0].items():
+                state[name] = first if first.ndim < 3 else torch.cat([part[name] for part in states], 1)
+        if not recorded:
+            return output, None
+        by_rows = sum(cut[0] == cuts[0][0] for cut in cuts)
+        outputs, scores = zip(*found, strict=True)
+        return tiled(outputs, by_rows, 2), None if scores[0] is None else tiled(scores, by_rows, 1)
+
+    def cuts(
+        self, query: Tensor, value: Tensor, state: dict[str, Tensor] | None, recorded: bool
+    ) -> list[tuple[slice, slice, slice]]:
+        """Sequences, query heads and key heads of each part that is worked on at once; none where all are."""
+        (batch, groups), heads = value.shape[:2], len(self.We)
+        of_one = query[0, 0, :, 0].numel() * (heads // groups)  # rows of one key head of one sequence
+        at_once = PART // max(of_one, 1)
+        whole = query.device.type != "cpu" or torch.compiler.is_compiling() or (recorded and state is not None)
+        if whole or batch * groups <= max(at_once, 1):
+            return []
+        many = slice(None)
+        if at_once >= groups and state is None:
+            return [(slice(i, i + at_once // groups), many, many) for i in range(0, batch, at_once // groups)]
+        rows = [many] if state is not None else [slice(i, i + 1) for i in range(batch)]
+        each, ratio = max(at_once // (batch if state is not None else 1), 1), heads // groups
+        return [
+            (row, slice(i * ratio, (i + each) * ratio), slice(i, i + each))
+            for row in rows
+            for i in range(0, groups, each)
+        ]
+
+    def attend_heads(self, heads: slice, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """`attend_at_once` of some heads, whose inputs these are; the parameters are cut when it is called."""
+        layer = copy.copy(self)
+        for own in ("_parameters", "_buffers"):
+            vars(layer)[own] = {name: x if len(x) == 1 else x[heads] for name, x in vars(self)[own].items()}
+        return layer.attend_at_once(*inputs, **options)
+
+    def attend_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor] | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend` without parts."""
+        context, scores = self.context_and_scores(query, key, value, valid, bias=bias, state=state, **options)
+        output = (self.readable(scores) @ self.out_map.to(scores.dtype)).add_(self.out_bias.to(scores.dtype))
+        if context is not None:
+            output.add_(context if "value" in self.folded else context @ self.value_map.to(scores.dtype))
+        if valid is not None:
+            output = output.masked_fill(~valid[:, None, :, None], 0.0)
+        return output.transpose(1, 2).to(query.dtype), scores if self.training and self.regularised else None
 
     def context_and_scores(
         self,
@@ -147,9 +242,6 @@ class PrimalAttention(nn.Module):
         Both in float32 or better. Arguments as for `forward`. Source: equation 6; c is ours (design, section 2).
         """
         self.check_sight(causal, horizon)
-        if "query" in self.folded:
-            query, key = (x.transpose(1, 2).flatten(2).unflatten(-1, (len(self.We), -1)) for x in (query, key))
-            query, key = query.transpose(1, 2), key.transpose(1, 2)
         precise = torch.promote_types(query.dtype, torch.float32)
         tokens, seen = query.shape[-2], valid
         if state is not None:
@@ -418,3 +510,9 @@ def by_query_head(k: Tensor, maps: Tensor) -> Tensor:
     if k.shape[1] == maps.shape[-3]:
         return k @ maps
     return (k.unsqueeze(2) @ maps.unflatten(-3, (k.shape[1], -1))).flatten(1, 2)
+
+
+def tiled(parts: Sequence[Tensor], by_rows: int, axis: int) -> Tensor:
+    """Parts in order, `by_rows` of them side by side along `axis` for the same sequences."""
+    rows = [torch.cat(list(parts[i : i + by_rows]), axis) for i in range(0, len(parts), by_rows)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

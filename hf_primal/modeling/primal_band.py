@@ -6,14 +6,10 @@ overlap in memory and are not copied; what lies beyond is a sum of r v^T over wh
 field is the chunked form that linear attention has in the literature.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 4096  # rows of all heads that a CPU works on at once, so that what is between two steps stays in its cache
 BLOCK = 256  # rows of a sliding-window layer that meet their keys at once
 
 
@@ -121,44 +117,8 @@ def banded(
     Returns:
         (B, H, N, d) and (B, H, N, 1), in the dtype of q.
     """
-    batch, groups = v.shape[:2]
     if seen is None:
         seen = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device)
-    pieces = 1 if q.device.type != "cpu" or torch.compiler.is_compiling() else -(-q[..., 0].numel() // PART)
-    if pieces == 1 or batch * groups == 1:
-        return _banded(q, k, v, e, r, log_sum, window, chunk, causal, seen, bias, past)
-    axis, count = (0, batch) if batch > 1 else (1, groups)
-    step = -(-count // pieces)
-    rows = {"q": q, "k": k, "v": v, "e": e, "r": r, "log_sum": log_sum, "past": past}
-    axes = {name: (x, axis) for name, x in rows.items()} | {"seen": (seen, -axis), "bias": (bias, axis - 1)}
-
-    def cut(x: Tensor | None, at: int) -> Sequence[Tensor | None]:
-        if x is None or at < 0 or x.shape[at] == 1:
-            return [x] * -(-count // step)
-        return x.split(step * (x.shape[at] // count), at)
-
-    cuts: dict[str, Any] = {name: cut(x, at) for name, (x, at) in axes.items()}
-    parts = (dict(zip(cuts, part, strict=True)) for part in zip(*cuts.values(), strict=True))
-    found = [banded(**part, window=window, chunk=chunk, causal=causal) for part in parts]
-    total, mass = (torch.cat(x, axis) for x in zip(*found, strict=True))
-    return total, mass
-
-
-def _banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    e: Tensor,
-    r: Tensor,
-    log_sum: Tensor | None,
-    window: int,
-    chunk: int,
-    causal: bool,
-    seen: Tensor,
-    bias: Tensor | None,
-    past: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`banded` of few enough rows."""
     (batch, groups), (tokens, dim) = v.shape[:2], (q.shape[-2], v.shape[-1])
     layout = Windows(tokens, k.shape[-2], chunk, window, causal)
     offset = layout.offset(q.device)

@@ -10,12 +10,23 @@ from hf_primal import PrimalAttention, PrimalSettings
 
 
 class Projected(nn.Module):
-    """q, k, v and output projections around what attends: (B, N, width) to (B, N, width)."""
+    """q, k, v and output projections around what attends: (B, N, width) to (B, N, width).
 
-    def __init__(self, width: int, heads: int, attend: nn.Module, reads_values: bool = True) -> None:
+    Args:
+        width: of the states.
+        heads: H, which divides it.
+        attend: takes q, k and v, (B, H, N, .) each, and gives (B, N, H, width / H).
+        reads_values: whether v is projected; else it is the states.
+        features: outputs of the projections of q and k per head, where they are not width / H.
+    """
+
+    def __init__(
+        self, width: int, heads: int, attend: nn.Module, reads_values: bool = True, features: int | None = None
+    ) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
-        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+        outputs = width if features is None else heads * features
+        self.q, self.k = nn.Linear(width, outputs), nn.Linear(width, outputs)
         self.v = nn.Linear(width, width) if reads_values else None
         self.out = nn.Linear(width, width)
 
@@ -82,9 +93,9 @@ class OfficialPrimal(nn.Module):
         return self.concate_weight(torch.cat((e, r), -1)).transpose(1, 2)
 
 
-def primal(heads: int, head_dim: int, settings: PrimalSettings) -> PrimalAttention:
+def primal(heads: int, head_dim: int, settings: PrimalSettings, folded: tuple[str, ...] = ()) -> PrimalAttention:
     """A layer of ours with some values."""
-    layer = PrimalAttention(heads, head_dim, settings)
+    layer = PrimalAttention(heads, head_dim, settings, folded)
     layer.load_state_dict({name: value.clone() for name, value in layer.initial_values().items()})
     return layer
 
@@ -121,6 +132,13 @@ def blocks(width: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
         "ours, preset paper, no projections": lambda: Bare(heads, primal(heads, dim, paper)),
         "ours, default": around(lambda: primal(heads, dim, PrimalSettings())),
         "ours, window 0": around(lambda: primal(heads, dim, PrimalSettings(window=0))),
+        "ours, folded": around(lambda: primal(heads, dim, PrimalSettings(), ("value",))),
+        "ours, window 0, folded": lambda: Projected(
+            width,
+            heads,
+            primal(heads, dim, PrimalSettings(window=0), ("query", "key", "value")),
+            features=PrimalSettings().features,
+        ),
         **{
             name: (lambda name=name: peer(name, width, heads))
             for name in ("performer-pytorch", "nystrom-attention", "linear-attention-transformer")
