@@ -99,7 +99,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 def main() -> None:
     """All rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     data = images(SIZE)
