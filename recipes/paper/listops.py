@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=100)
     parser.add_argument("--longest", type=int, default=500)
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=list(ROWS))
     options = parser.parse_args()
