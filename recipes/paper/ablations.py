@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from digits import TRAIN, accuracy, images, train, vit
+from digits import SHAPE, TRAIN, accuracy, images, train, vit
 from results import save
+from transformers import ViTConfig, ViTForImageClassification
 
 from hf_primal import PrimalAttention, PrimalSettings, convert_model
 
@@ -60,12 +61,8 @@ def from_scratch(layers: list[int], form: str, epochs: int, seed: int, data: tup
 
 def converted(epochs: int, seed: int, data: tuple[Any, Any]) -> dict[str, float]:
     """Accuracies of one softmax model and of two starts of its conversion, before and after the same fine-tuning."""
-    import transformers
-
     torch.manual_seed(seed)
-    config = vit(SIZE, [], PAPER, 0.0).config.to_dict()
-    own = {k: v for k, v in config.items() if k not in ("model_type", "primal", "primal_layers", "architectures")}
-    teacher = transformers.ViTForImageClassification(transformers.ViTConfig(**own))
+    teacher = ViTForImageClassification(ViTConfig(**SHAPE, image_size=SIZE))
     train(teacher, *data, epochs, 1e-3, f"softmax, seed {seed}")
     batches = [{"pixel_values": part} for part in data[0][:TRAIN].split(20)]
     fitted, _ = convert_model(
@@ -99,22 +96,19 @@ def summary(values: list[float]) -> dict[str, Any]:
 def main() -> None:
     """All rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     data = images(SIZE)
-    rows: dict[str, Any] = {
-        f"{model}, {form}": repeated(
-            lambda seed, layers=layers, form=form, name=f"{model}, {form}": from_scratch(
-                layers, form, options.epochs, seed, data, f"{name}, seed {seed}"
-            ),
-            options.seeds,
-        )
-        for model, layers in LAYERS.items()
-        for form in FORMS
-    }
-    rows |= repeated(lambda seed: converted(options.epochs, seed, data), options.seeds)
-    save({"accuracy": rows, "epochs": options.epochs})
+    rows: dict[str, Any] = repeated(lambda seed: converted(options.epochs, seed, data), options.seeds)
+    for model, layers in LAYERS.items():
+        for form in FORMS:
+
+            def run(seed: int, layers: list[int] = layers, form: str = form, model: str = model) -> float:
+                return from_scratch(layers, form, options.epochs, seed, data, f"{model}, {form}, seed {seed}")
+
+            rows[f"{model}, {form}"] = repeated(run, options.seeds)
+            save({"accuracy": rows, "epochs": options.epochs})
     for name, row in rows.items():
         print(f"{name}: {row['mean']:.4f} ± {row['standard_deviation']:.4f}")
 

@@ -12,6 +12,15 @@ from transformers import AutoModelForImageClassification, get_cosine_schedule_wi
 from hf_primal import PrimalViTConfig
 
 TRAIN, BATCH = 1400, 50
+SHAPE = {
+    "patch_size": 1,
+    "num_channels": 1,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "num_labels": 10,
+}
 
 
 def images(size: int) -> tuple[Tensor, Tensor]:
@@ -31,19 +40,7 @@ def vit(size: int, layers: list[int], primal: dict[str, Any], eta: float) -> Any
         primal: fields of PrimalSettings.
         eta: weight of the KSVD loss.
     """
-    config = PrimalViTConfig(
-        image_size=size,
-        patch_size=1,
-        num_channels=1,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=128,
-        num_labels=10,
-        primal_layers=layers,
-        primal=primal,
-        ksvd_weight=eta,
-    )
+    config = PrimalViTConfig(**SHAPE, image_size=size, primal_layers=layers, primal=primal, ksvd_weight=eta)
     return AutoModelForImageClassification.from_config(config)
 
 

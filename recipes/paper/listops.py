@@ -3,7 +3,7 @@
     python recipes/paper/listops.py
 
 The paper's size is 500 to 2,000 tokens, depth 10, 96,000 rows and 5,000 steps; the defaults here are smaller, so that
-two CPU cores finish the three models in about half an hour. Accuracies at this size do not compare with the paper's;
+two CPU cores finish the three models in half an hour. Accuracies at this size do not compare with the paper's;
 the ratios of time and memory do, length by length.
 """
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=100)
     parser.add_argument("--longest", type=int, default=500)
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=list(ROWS))
     options = parser.parse_args()

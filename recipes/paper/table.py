@@ -112,7 +112,7 @@ def ablations() -> list[tuple[str, str, str]]:
 PARTS = (japanese_vowels, listops, efficiency, spectrum, language_model, decision_transformer, ablations)
 DIFFERENT = {
     "japanese_vowels": "three seeds, best over epochs (last epoch); f(X) are the value states",
-    "listops": "100 to 500 tokens, 20,000 rows, 1,500 steps; on a CPU",
+    "listops": "100 to 500 tokens, 20,000 rows, 600 steps; on a CPU",
     "efficiency": "one block of 128, batch 1, on a CPU; the paper's are whole models on a GPU",
     "spectrum": "digits in the place of ImageNet, 4 layers in the place of 12",
     "language_model": "WikiText-2 validation in the place of WikiText-103; 4 layers of 128",
