@@ -310,7 +310,7 @@ def test_a_rank_above_the_head_dim_is_refused_for_fixed_cosine_weights():
         PrimalAttention(2, 8, PrimalSettings(rank=9, feature_map="cosine"))
 
 
-@pytest.mark.parametrize("form", ["default", "paper", "paper, shared"])
+@pytest.mark.parametrize("form", ["default", "no band", "signed values"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_training_in_parts_gives_the_same_gradients_and_objective(form, batch, monkeypatch):
     found = []

@@ -186,6 +186,7 @@ class PrimalAttention(nn.Module):
         of_one = query[0, 0, :, 0].numel() * (heads // groups)  # rows of one key head of one sequence
         at_once = PART // max(of_one, 1)
         whole = query.device.type != "cpu" or torch.compiler.is_compiling() or (recorded and state is not None)
+        whole = whole or self.settings.readout == "scores"  # there is little between two steps
         if whole or batch * groups <= max(at_once, 1):
             return []
         many = slice(None)
