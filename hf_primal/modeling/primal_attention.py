@@ -388,9 +388,9 @@ class PrimalAttention(nn.Module):
         We^T psi_q and Wr^T psi_k (equation 6); for the cosine map the s scores are divided, not the d features.
         """
         if self.settings.feature_map == "cosine":
-            q_length, k_length = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12) for x in (q, k))
-            k_length = k_length.repeat_interleave(q.shape[1] // k.shape[1], 1)
-            return q @ We / q_length, by_query_head(k, Wr) / k_length, None
+            groups = k.shape[1]
+            r = unit_scores(k.unsqueeze(2), Wr.unflatten(-3, (groups, -1))).flatten(1, 2)
+            return unit_scores(q, We), r, None
         psi_q, psi_k, log_sum = self.feature_maps(q, k)
         return psi_q @ We, psi_k @ Wr, log_sum
 
@@ -479,6 +479,36 @@ class PrimalAttention(nn.Module):
         if self.settings.weights == "fixed":
             Wr = self.coupling.to(dtype) @ Wr
         return (We * Wr).sum(-2)
+
+
+class UnitScores(torch.autograd.Function):
+    """x W / ||x||, with a backward pass that writes the gradient of x in one go."""
+
+    @staticmethod
+    def forward(x: Tensor, W: Tensor, length: Tensor) -> Tensor:
+        """X (..., N, d), W (..., d, s), length (..., N, 1), which is the norm of x; all but d, s and N broadcast."""
+        return (x @ W).div_(length)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Keep all of it."""
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With y = x W / l: dx = (dy W^T - (dy . y) x / l) / l, dW = x^T (dy / l)."""
+        x, W, length, output = ctx.saved_tensors
+        grad = grad / length
+        radial = (grad * output).sum(-1, keepdim=True).div_(length)
+        of_x = torch.addcmul(grad @ W.mT, x, radial, value=-1)
+        return of_x.sum_to_size(x.shape), (x.mT @ grad).sum_to_size(W.shape), None
+
+
+def unit_scores(x: Tensor, W: Tensor) -> Tensor:
+    """W^T x / ||x||, the scores of the paper's features: x (..., N, d) by W (..., d, s) gives (..., N, s)."""
+    length = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True).clamp(min=1e-12)
+    scores: Tensor = UnitScores.apply(x, W, length)
+    return scores
 
 
 def sample_positions(tokens: int, slots: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
