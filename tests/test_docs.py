@@ -93,6 +93,14 @@ def test_shipped_files_import_torch_transformers_and_each_other_only():
         assert not re.search(r"^\s*from \. import", path.read_text(), re.M)  # not followed when files are copied
 
 
+def test_every_shipped_file_is_named_by_the_two_that_are_loaded():
+    """The loader of Transformers 5.4 copies from a local folder what these import, and not what that imports."""
+    folder = ROOT / "hf_primal" / "modeling"
+    entries = {"modeling_primal", "configuration_primal"}
+    named = {name.lstrip(".") for entry in entries for name in imports_of(folder / f"{entry}.py") if name[0] == "."}
+    assert named | entries == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+
+
 def make_report(**changes):
     layer = LayerReport(2, "encoder.layer.2.attention.self", 12, 32, [0.8, 0.1, 0.05], 0.9, 0.05, 0.03)
     fields = {

@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 from .cache_primal import adopt, remember_cache
 from .configuration_primal import primal_config_class
 from .primal_attention import PrimalAttention
+from .primal_band import banded  # noqa: F401  # the loader of Transformers 5.4 copies what is named here alone
 from .primal_fold import fold, make_room
 from .primal_interface import primal_attention_forward
 from .primal_settings import PrimalSettings
