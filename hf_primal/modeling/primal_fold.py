@@ -46,10 +46,10 @@ def make_room(module: nn.Module, folded: dict[str, str]) -> None:
 
 
 @torch.no_grad()
-def observed(module: nn.Module, states: Tensor) -> tuple[list[Tensor], float | None, Tensor]:
+def observed(module: Any, states: Tensor) -> tuple[list[Tensor], float | None, Tensor]:
     """Q, k and v, (B, heads, N, d), and the scaling that a module's attention gets of hidden states; its output."""
     seen: list[Any] = []
-    handle = module.primal.register_forward_pre_hook(lambda _, args: seen.append(args))  # type: ignore[union-attr]
+    handle = module.primal.register_forward_pre_hook(lambda _, args: seen.append(args))
     try:
         output = module(states)
     finally:
