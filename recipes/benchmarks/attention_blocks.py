@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_primal import PrimalAttention, PrimalSettings
+from hf_primal.modeling.primal_band import Windows, in_sight
+
+PEERS = ("performer-pytorch", "nystrom-attention", "linear-attention-transformer")
 
 
 class Projected(nn.Module):
@@ -66,6 +69,36 @@ class Softmax(nn.Module):
         return output.transpose(1, 2)
 
 
+class Nothing(nn.Module):
+    """No attention: what is left is the time of the projections, which no attention can go below."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, N, d) each to (B, N, H, d)."""
+        return v.transpose(1, 2)
+
+
+class SlidingWindow(nn.Module):
+    """Softmax over the keys at a distance below `window`, by chunks in SDPA: (B, H, N, d) to (B, N, H, d)."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See the class."""
+        batch, heads, tokens, _ = q.shape
+        layout = Windows(tokens, tokens, max(32, self.window), self.window, causal=False)
+        offset = layout.offset(q.device)
+        allowed = layout.seen(torch.ones(1, tokens, dtype=torch.bool, device=q.device)).transpose(0, 1) & in_sight(
+            offset, causal=False, horizon=self.window
+        )
+        keys, values = (layout.windows(layout.of_keys(x)).mT.unflatten(0, (-1, layout.rows)) for x in (k, v))
+        rows = layout.of_rows(q, heads).unflatten(0, (-1, layout.rows)).squeeze(2)
+        allowed = allowed | (offset == 0)  # chunks of padding see themselves
+        output = F.scaled_dot_product_attention(rows, keys, values, allowed)
+        return layout.to_rows(output.flatten(0, 1).unsqueeze(1), batch, tokens).transpose(1, 2)
+
+
 class OfficialPrimal(nn.Module):
     """The official module, literally, from its description: einsums per head, f(X) = the layer's input by channels.
 
@@ -115,6 +148,28 @@ def peer(name: str, width: int, heads: int) -> nn.Module:
     return LinearAttention(width, heads)
 
 
+def peer_between_projections(name: str, heads: int, dim: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A peer's attention for a model with projections: q, k and v, (B, H, N, d) each, to (B, N, H, d)."""
+    if name.startswith("sliding window"):
+        return SlidingWindow(int(name.split()[-1]))
+    if name == "performer-pytorch":
+        from performer_pytorch import FastAttention
+
+        attend = FastAttention(dim)
+        return lambda q, k, v: attend(q, k, v).transpose(1, 2)
+    if name == "nystrom-attention":
+        from nystrom_attention import NystromAttention
+
+        nystrom = NystromAttention(heads * dim, dim_head=dim, heads=heads, num_landmarks=64, residual=False)
+        nystrom.to_qkv = nystrom.to_out = nn.Identity()
+        return lambda q, k, v: nystrom(torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)).unflatten(
+            -1, (heads, dim)
+        )
+    from linear_attention_transformer.linear_attention_transformer import linear_attn
+
+    return lambda q, k, v: linear_attn(q, k, v).transpose(1, 2)
+
+
 def blocks(width: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
     """What there is to compare, by name; each call builds one with random weights."""
     dim = width // heads
@@ -126,6 +181,9 @@ def blocks(width: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
     return {
         "softmax eager": around(lambda: Softmax(eager=True)),
         "softmax SDPA": around(lambda: Softmax(eager=False)),
+        "projections alone": around(Nothing),
+        "sliding window 16": around(lambda: SlidingWindow(16)),
+        "sliding window 128": around(lambda: SlidingWindow(128)),
         "official Primal (port)": around(lambda: OfficialPrimal(heads, dim, 20), reads_values=False),
         "ours, preset paper": around(lambda: primal(heads, dim, paper), reads_values=False),
         "official Primal (port), no projections": lambda: Bare(heads, OfficialPrimal(heads, dim, 20)),
@@ -139,8 +197,5 @@ def blocks(width: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
             primal(heads, dim, PrimalSettings(window=0), ("query", "key", "value")),
             features=PrimalSettings().features,
         ),
-        **{
-            name: (lambda name=name: peer(name, width, heads))
-            for name in ("performer-pytorch", "nystrom-attention", "linear-attention-transformer")
-        },
+        **{name: (lambda name=name: peer(name, width, heads)) for name in PEERS},
     }
