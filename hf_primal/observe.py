@@ -6,7 +6,7 @@ Memory: the states of the batches that fit a limit are kept, the others are comp
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -146,6 +146,10 @@ def observing(modules: Mapping[int, nn.Module], sink: Callable[[int, States], No
             vars(module).pop("_observer", None)
 
 
+class AllSeenError(Exception):
+    """Ends a forward of the teacher whose chosen layers have all been seen."""
+
+
 class Replay:
     """What the chosen layers see on the calibration data, as often as needed.
 
@@ -168,6 +172,7 @@ class Replay:
     ) -> None:
         self.model, self.modules, self.batches, self.room = model, modules, batches, memory_limit
         self.kept: dict[int, dict[int, list[States]]] = {}
+        self.once = False  # whether a forward calls each layer once, known after the first
 
     def __len__(self) -> int:
         """Batches of one pass."""
@@ -182,10 +187,16 @@ class Replay:
         if position in self.kept:
             return self.kept[position]
         seen: dict[int, list[States]] = {index: [] for index in self.modules}
+
+        def take(index: int, states: States) -> None:
+            seen[index].append(states)
+            if self.once and all(seen.values()):
+                raise AllSeenError  # the layers behind, and a head over the vocabulary, are spared
+
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), observing(self.modules, lambda index, states: seen[index].append(states)):
+            with suppress(AllSeenError), torch.no_grad(), observing(self.modules, take):
                 self.model(**self.batches[position])
         finally:
             self.model.train(training)
@@ -194,6 +205,7 @@ class Replay:
                 raise ValueError(
                     f"layer {index} was never called through the attention interface; it cannot be replaced"
                 )
+        self.once = all(len(calls) == 1 for calls in seen.values())
         size = sum(states.nbytes() for calls in seen.values() for states in calls)
         if size <= self.room:
             self.kept[position] = seen

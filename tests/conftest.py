@@ -9,6 +9,10 @@ import random
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels then run on CPU tensors
+
 from transformers import BertConfig, BertTokenizer
 
 pytest_plugins = ["recipe_runs"]

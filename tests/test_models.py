@@ -112,9 +112,7 @@ def test_a_folder_that_does_not_reload_as_saved_is_refused(tmp_path, damage):
         message = r"tensor encoder.layer.2.attention.self.primal.We differs"
     else:
         code = tmp_path / "primal_attention.py"
-        code.write_text(
-            code.read_text().replace("self.out_bias.to(scores.dtype)", "2 * self.out_bias.to(scores.dtype)")
-        )
+        code.write_text(code.read_text().replace("torch.baddbmm(bias,", "torch.baddbmm(2 * bias,"))
         message = "outputs differ by"
     with pytest.raises(RuntimeError, match=message):
         verify_reload(tmp_path, converted, random_batches()[0])
@@ -244,7 +242,7 @@ def test_the_states_kept_stay_within_the_limit(monkeypatch):
     modules = {index: module for index, (_, module) in choose_layers(teacher, "last2").items()}
     one = sum(states.nbytes() for calls in Replay(teacher, modules, batches, 10**9)[0].values() for states in calls)
     forwards = []
-    teacher.register_forward_hook(lambda *_: forwards.append(1))
+    teacher.register_forward_pre_hook(lambda *_: forwards.append(1))
     for limit, second_pass in ((10**9, 0), (3 * one, 3), (0, 6)):
         replay = Replay(teacher, modules, batches, limit)
         list(replay)
@@ -252,6 +250,17 @@ def test_the_states_kept_stay_within_the_limit(monkeypatch):
         list(replay)
         assert len(forwards) == second_pass
         assert sum(s.nbytes() for kept in replay.kept.values() for calls in kept.values() for s in calls) <= limit
+
+
+def test_a_forward_ends_with_the_last_chosen_layer_once_it_is_known_which():
+    teacher, batches = make(), random_batches(count=3)
+    modules = {index: module for index, (_, module) in choose_layers(teacher, "0,1").items()}
+    beyond = []
+    teacher.base_model.encoder.layer[2].register_forward_pre_hook(lambda *_: beyond.append(1))
+
+    seen = list(Replay(teacher, modules, batches, 0))
+
+    assert len(beyond) == 1 and len(seen) == 3 and all(len(calls) == 1 for batch in seen for calls in batch.values())
 
 
 def test_refinement_lowers_the_error_and_keeps_the_objective_at_zero():

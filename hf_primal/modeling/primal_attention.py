@@ -219,9 +219,7 @@ class PrimalAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`attend` without parts."""
         context, scores = self.context_and_scores(query, key, value, valid, bias=bias, state=state, **options)
-        output = (self.readable(scores) @ self.out_map.to(scores.dtype)).add_(self.out_bias.to(scores.dtype))
-        if context is not None:
-            output.add_(context if "value" in self.folded else context @ self.value_map.to(scores.dtype))
+        output = self.read(context, scores)
         if valid is not None:
             output = output.masked_fill(~valid[:, None, :, None], 0.0)
         return output.transpose(1, 2).to(query.dtype), scores if self.training and self.regularised else None
@@ -375,6 +373,18 @@ class PrimalAttention(nn.Module):
     def reach(self, horizon: int | None) -> int:
         """Tokens on either side of a chunk whose keys its rows meet one by one."""
         return (self.settings.window or 0) if horizon is None else horizon - 1
+
+    def read(self, context: Tensor | None, scores: Tensor) -> Tensor:
+        """The output (B, H, N, d) before padding is silenced: c W_v + W_o [e; r] + b."""
+        shape = scores.shape[:2]
+        bias, out_map = (x.to(scores.dtype).expand(*shape, -1, -1).flatten(0, 1) for x in (self.out_bias, self.out_map))
+        output = torch.baddbmm(bias, self.readable(scores).flatten(0, 1), out_map)
+        if context is not None and "value" in self.folded:
+            output = output.add_(context.flatten(0, 1))
+        elif context is not None:
+            value_map = self.value_map.to(scores.dtype).expand(*shape, -1, -1).flatten(0, 1)
+            output = output.baddbmm_(context.flatten(0, 1), value_map)
+        return output.unflatten(0, shape)
 
     def readable(self, scores: Tensor) -> Tensor:
         """The scores as W_o meets them: e and r each of length 1 for landmark features, which are heavy-tailed."""

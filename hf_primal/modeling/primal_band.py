@@ -32,7 +32,7 @@ class Windows:
     """
 
     def __init__(self, tokens: int, keys: int, chunk: int, window: int, causal: bool) -> None:
-        self.chunk = min(chunk, tokens)
+        self.keys, self.chunk = keys, min(chunk, tokens)
         self.chunks = -(-tokens // self.chunk)
         right = 0 if causal else window - 2 * window % -self.chunk  # so that windows end where chunks do
         self.left, self.width = window, self.chunk + window + right
@@ -74,6 +74,12 @@ class Windows:
         """(B, M) bool by windows: (B, rows, L); False outside the sequence."""
         behind = self.length + self.tail - self.missing - valid.shape[-1]
         return F.pad(valid, (self.missing, behind)).unfold(-1, self.width, self.step)
+
+    def edges(self) -> list[slice]:
+        """Rows of windows that reach beyond the sequence."""
+        inside = -(-self.missing // self.step)  # the first one that begins with or after the first key
+        beyond = max(inside, (self.missing + self.keys - self.width) // self.step + 1)
+        return [rows for rows in (slice(0, inside), slice(beyond, self.rows)) if rows.start < rows.stop]
 
     def offset(self, device: torch.device) -> Tensor:
         """Query minus key position in a window, (C, L)."""
@@ -117,39 +123,40 @@ def banded(
     Returns:
         (B, H, N, d) and (B, H, N, 1), in the dtype of q.
     """
-    if seen is None:
-        seen = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device)
+    known = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if seen is None else seen
     (batch, groups), (tokens, dim) = v.shape[:2], (q.shape[-2], v.shape[-1])
     layout = Windows(tokens, k.shape[-2], chunk, window, causal)
     offset = layout.offset(q.device)
-    outside = in_sight(offset, causal, None) & (offset.abs() >= window)
+    outside = offset >= window if causal else offset.abs() >= window
     r = r.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # (B, G, M, H / G s)
     r, v = layout.of_keys(r), layout.of_keys(v)
     e = layout.of_rows(e, groups)
     r_near, v_near = layout.windows(r).unflatten(1, (-1, e.shape[-1])), layout.windows(v).mT
     if window:
         assert log_sum is not None
-        inside = in_sight(offset, causal, None) & ~outside
-        allowed = torch.zeros_like(offset, dtype=q.dtype).masked_fill_(~inside, float("-inf"))
         rows, log_sum = layout.of_rows(q, groups), layout.of_rows(log_sum, groups)
+        inside = in_sight(offset, causal, None) & (offset.abs() < window)
+        allowed = torch.zeros_like(offset, dtype=q.dtype).masked_fill_(~inside, float("-inf"))
         allowed = allowed.repeat(rows.shape[1], 1)
         exact = torch.baddbmm(allowed, rows.flatten(1, 2), layout.windows(layout.of_keys(k)))
         by_head = exact.view(batch, groups, layout.rows, rows.shape[1], layout.chunk, layout.width)
         if bias is not None:
             by_head += by_offset(bias, offset).unflatten(0, (groups, 1, -1))
-        by_head.masked_fill_(~layout.seen(seen)[:, None, :, None, None], float("-inf"))
+        for edge in layout.edges() if seen is None else [slice(None)]:
+            unseen = ~layout.seen(known)[:, None, edge, None, None]
+            by_head[:, :, edge].masked_fill_(unseen, float("-inf"))
         exact = by_head.flatten(0, 2)
-        largest = torch.maximum(exact.detach().amax(-1, keepdim=True), log_sum.detach())
-        exact = exact.sub_(largest).exp_()
-        e = e * (log_sum - largest).exp()
-        weights = torch.addcmul(exact, e @ r_near, outside.to(q.dtype))
+        exact.diagonal(dim1=-2, dim2=-1).copy_(log_sum.squeeze(-1))  # of the key w before a row, outside its band
+        weights = exact.softmax(-1)
+        e = e * weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        weights = torch.lerp(weights, e @ r_near, outside.to(q.dtype))
     else:
         weights = (e @ r_near).mul_(outside)
     mass = weights.sum(-1, keepdim=True)
     weights = weights.flatten(1, 2)
     if layout.chunks > 1 or past is not None:
         far = far_sums(layout, r, v, batch * groups, causal, past).unflatten(1, (-1, e.shape[-1]))
-        total = torch.baddbmm((e @ far[..., :-1]).flatten(1, 2), weights, v_near)
+        total = (e @ far[..., :-1]).flatten(1, 2).baddbmm_(weights, v_near)
         mass = mass + e @ far[..., -1:]
     else:
         total = weights @ v_near
