@@ -269,11 +269,13 @@ def decode_once(model: Any, ids: Tensor, steps: int) -> tuple[float, float, int]
     with torch.no_grad():
         begin = time.perf_counter()
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        output.logits[0, -1, 0].item()  # waits for a device
         middle = time.perf_counter()
         for _ in range(steps):
             name = "cache" if "cache" in output else "past_key_values"
             token = output.logits[:, -1:].argmax(-1)
             output = model(input_ids=token, use_cache=True, **{name: output[name]})
+        output.logits[0, -1, 0].item()
     return middle - begin, time.perf_counter() - middle, state_bytes(output[name])
 
 

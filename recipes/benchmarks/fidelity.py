@@ -8,6 +8,7 @@ STS-14, cosine of its sentence embeddings with the teacher's, and cosine on docu
 """
 
 import argparse
+import copy
 import csv
 import json
 import platform
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_blocks import PEERS, peer_between_projections
 from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
+from transformers.modeling_utils import AttentionInterface
 
 from hf_primal import PrimalSettings, __version__
 from hf_primal.convert.calibration import mixed_lengths
@@ -45,6 +48,7 @@ ROWS = {
     "last4, window 16, far field removed": ("last4", PrimalSettings()),
     "last4, preset paper": ("last4", PrimalSettings.paper()),
 }
+OTHERS = ("sliding window 16", "sliding window 128", *PEERS)
 
 
 def paragraphs(path: Path) -> list[str]:
@@ -149,6 +153,29 @@ def measure_row(
     return row
 
 
+def peer_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """A peer in the attention interface, sequence by sequence, so that none meets padding."""
+    output = query.new_zeros(query.transpose(1, 2).shape)
+    for i in range(len(query)):
+        tokens = slice(None) if attention_mask is None else attention_mask[i, 0, 0].nonzero().squeeze(-1)
+        output[i, tokens] = module.peer(*(x[i : i + 1, :, tokens] for x in (query, key, value)))[0]
+    return output, None
+
+
+def measure_peer(name: str, teacher: Any, judge: Judge, seed: int) -> dict[str, float]:
+    """Another package's attention in the last four layers, between the teacher's own projections, nothing fitted."""
+    torch.manual_seed(seed)
+    AttentionInterface.register("peer", peer_attention)
+    model = copy.deepcopy(teacher)
+    for _, module in choose_layers(model, "last4").values():
+        module.peer = peer_between_projections(name, module.num_attention_heads, module.attention_head_size)
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = "peer"
+    return judge(model)
+
+
 def peak_memory(samples: int, data: Path) -> float:
     """Peak resident megabytes (Linux) of a closed-form conversion that keeps 0.1 GB of states, in its own process."""
     script = (
@@ -167,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--rows", nargs="*", default=[], choices=list(ROWS), help="measure these rows alone")
+    parser.add_argument("--peers", action="store_true", help="measure other packages' attention alone (extra [paper])")
     parser.add_argument("--peak-memory", action="store_true", help="measure it, with --rows too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -190,6 +218,10 @@ def main() -> None:
         "machine": platform.machine(),
         "versions": {"hf_primal": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+    if options.peers:
+        results["peers"] = {name: measure_peer(name, teacher, judge, options.seed) for name in OTHERS}
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        return
     for name in options.rows or ROWS:
         results["rows"][name] = measure_row(name, teacher, tokenizer, passages, judge, options.seed)
         RESULTS.parent.mkdir(exist_ok=True)

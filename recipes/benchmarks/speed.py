@@ -1,0 +1,169 @@
+"""Speed and memory against everything a user would pick instead; writes results/speed.json and speed.png.
+
+    pip install -e ".[paper]"
+    python recipes/benchmarks/speed.py
+
+Parts, each alone with --parts:
+
+- float32, bfloat16: one attention block of 768 (12 heads, batch 1, random weights, projections included) from 128 to
+  16,384 tokens: forward, forward with backward, and the peak of memory of each.
+- models: whole models with random weights, with none, the last 4 and all layers replaced.
+
+Everything that is compared is measured in turns, each in a process of its own. Beside the times stand the operations
+and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). With --table the tables
+of README.md are printed from the results.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import transformers
+import whole_models
+from attention_blocks import PEERS, blocks
+from cells import Cell, exponent, in_process
+from floor import against_floor
+from tqdm import tqdm
+
+from hf_primal import __version__
+
+RESULTS = Path(__file__).parent / "results" / "speed.json"
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
+WIDTH, HEADS = 768, 12
+PARTS = ["float32", "bfloat16", "models"]
+SOFTMAX = "softmax SDPA"
+PLOTTED = {
+    SOFTMAX: "black",
+    "ours, default": "tab:blue",
+    "ours, window 0, folded": "tab:cyan",
+    "sliding window 128": "tab:gray",
+    **dict(zip(PEERS, ("tab:orange", "tab:green", "tab:red"), strict=True)),
+}
+FITTED = {  # rows of fidelity.json that are these blocks, in closed form
+    "ours, default": "last4, window 16",
+    "ours, folded": "last4, window 16",
+    "ours, window 0": "last4, window 0",
+    "ours, window 0, folded": "last4, window 0",
+    "ours, preset paper": "last4, preset paper",
+}
+TOO_LARGE = ("softmax eager", 16384)  # its N x N tensors take more than 24 GiB in training
+
+
+def layer(dtype: str) -> dict[str, dict[str, Any]]:
+    """All blocks at all lengths: name to tokens to what was measured."""
+    names = [name for name in blocks(WIDTH, HEADS) if "no projections" not in name]
+    cells = [Cell(name, tokens, WIDTH, HEADS, dtype) for tokens in LENGTHS for name in names]
+    rows: dict[str, dict[str, Any]] = {}
+    for cell in tqdm([cell for cell in cells if (cell.name, cell.tokens) != TOO_LARGE], desc=dtype):
+        rows.setdefault(cell.name, {})[str(cell.tokens)] = in_process(cell)
+    return rows
+
+
+def models() -> dict[str, dict[str, dict[str, Any]]]:
+    """All models: model to tokens to which layers are replaced to what was measured."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    runs = [
+        whole_models.Run(model, replaced, tokens)
+        for model, (_, _, lengths) in whole_models.SHAPES.items()
+        for tokens in lengths
+        for replaced in whole_models.REPLACED
+        if "folded" not in replaced or model in whole_models.FOLDABLE
+    ]
+    for run in tqdm(runs, desc="models"):
+        found = whole_models.in_process(run)
+        rows.setdefault(run.model, {}).setdefault(str(run.tokens), {})[run.replaced] = found
+    return rows
+
+
+def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Forward and training time against length, both axes logarithmic."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    for axis, key, title in zip(axes, ("forward_s", "training_s"), ("forward", "forward and backward"), strict=True):
+        for name, colour in PLOTTED.items():
+            tokens = [int(n) for n in rows[name]]
+            width = 2.2 if name.startswith(("ours", "softmax")) else 1.2
+            milliseconds = [1000 * row[key] for row in rows[name].values()]
+            axis.loglog(tokens, milliseconds, marker="o", markersize=3, color=colour, linewidth=width, label=name)
+        axis.set_title(title)
+        axis.set_xlabel("tokens")
+        axis.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS], rotation=45, minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("milliseconds, attention block of 768, 12 heads")
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def times(rows: dict[str, dict[str, Any]], name: str, tokens: int, key: str = "forward_s") -> float:
+    """How many times as fast as SDPA."""
+    return rows[SOFTMAX][str(tokens)][key] / rows[name][str(tokens)][key]
+
+
+def table(found: dict[str, Any], fidelity: dict[str, Any]) -> str:
+    """The blocks' table of README.md."""
+    rows, columns = found["float32"], (512, 2048, 8192)
+    lines = [
+        "| | "
+        + " | ".join(f"{n:,}" for n in columns)
+        + " | training, 4,096 | memory in it | exponent | cosine / long |",
+        "|---" * (len(columns) + 5) + "|",
+    ]
+    for name, row in rows.items():
+        cells = [f"{times(rows, name, n):.2f}x" for n in columns]
+        cells.append(f"{times(rows, name, 4096, 'training_s'):.1f}x")
+        cells += [f"{row['4096']['peak_mib']:,.0f} MiB", f"{found['exponent']['float32'][name]['forward_s']:.2f}"]
+        kept = fidelity.get(name)
+        cells.append(f"{kept['cosine']:.3f} / {kept['long_cosine']:.3f}" if kept else "")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fidelity() -> dict[str, dict[str, float]]:
+    """How much of MiniLM is left with such blocks in its last four layers, nothing trained, from fidelity.json."""
+    found = json.loads((RESULTS.parent / "fidelity.json").read_text())
+    return found["peers"] | {name: found["rows"][row]["svd, 0 steps"] for name, row in FITTED.items()}
+
+
+def main() -> None:
+    """Measure the parts, draw, and write after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--table", action="store_true", help="print the tables of README.md and measure nothing")
+    options = parser.parse_args()
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.table:
+        print(table(found, fidelity()))
+        return
+    found |= {
+        "shape": {"batch": 1, "width": WIDTH, "heads": HEADS},
+        "seed": 0,
+        "command": shlex.join(["python", "recipes/benchmarks/speed.py"]),
+        "device": f"cpu, {torch.get_num_threads()} threads",
+        "machine": platform.machine(),
+        "versions": {
+            "hf_primal": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    for part in options.parts:
+        found[part] = models() if part == "models" else layer(part)
+        if part != "models":
+            exponents = {
+                name: {key: exponent(row, key) for key in ("forward_s", "training_s")}
+                for name, row in found[part].items()
+            }
+            found.setdefault("exponent", {})[part] = exponents
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    if "float32" in found:
+        found["floor"] = against_floor(found["float32"])
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+        draw(found["float32"], RESULTS.with_suffix(".png"))
