@@ -26,6 +26,7 @@ from .primal_band import banded  # noqa: F401  # the loader of Transformers 5.4 
 from .primal_fold import fold, make_room
 from .primal_interface import primal_attention_forward
 from .primal_settings import PrimalSettings
+from .primal_triton import fused  # noqa: F401
 from .training_primal import KsvdCallback, add_ksvd_loss, smoothed_loss
 
 AttentionInterface.register("primal", primal_attention_forward)

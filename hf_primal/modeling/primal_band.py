@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .primal_triton import fused, usable
+
 BLOCK = 256  # rows of a sliding-window layer that meet their keys at once
 
 
@@ -103,8 +105,8 @@ def banded(
     """Exact softmax weights for |i - j| < w and the kernel e_i . r_j elsewhere, times v; and the sum of the weights.
 
     All terms are positive for non-negative factors, so nothing cancels, and where chunks begin changes nothing but
-    rounding. Both results of a row are divided by the exponential of its largest logit in the band, or of its
-    log-sum if that is larger.
+    rounding. Both results of a row are divided by the same number, of the size of its largest weight; where there is a
+    band they mean something as a ratio alone. On NVIDIA GPUs with Triton fused kernels do it (`primal_triton`).
 
     Args:
         q: (B, H, N, d), scaled.
@@ -121,8 +123,10 @@ def banded(
         past: (B, H, s, d + 1), the sum of r [v, 1]^T over keys further back than those given; None is none.
 
     Returns:
-        (B, H, N, d) and (B, H, N, 1), in the dtype of q.
+        (B, H, N, d) and (B, H, N, 1), in the dtype of q; in float32 from the kernels.
     """
+    if log_sum is not None and usable(q, v, e, window, bias):
+        return fused(q, k, v, e, r, log_sum, window, causal, seen, bias, past)
     known = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if seen is None else seen
     (batch, groups), (tokens, dim) = v.shape[:2], (q.shape[-2], v.shape[-1])
     layout = Windows(tokens, k.shape[-2], chunk, window, causal)
