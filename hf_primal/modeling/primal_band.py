@@ -139,8 +139,8 @@ def banded(
     if window:
         assert log_sum is not None
         rows, log_sum = layout.of_rows(q, groups), layout.of_rows(log_sum, groups)
-        inside = in_sight(offset, causal, None) & (offset.abs() < window)
-        allowed = torch.zeros_like(offset, dtype=q.dtype).masked_fill_(~inside, float("-inf"))
+        allowed = torch.zeros_like(offset, dtype=q.dtype)
+        allowed.masked_fill_(~in_sight(offset, causal, window), float("-inf"))
         allowed = allowed.repeat(rows.shape[1], 1)
         exact = torch.baddbmm(allowed, rows.flatten(1, 2), layout.windows(layout.of_keys(k)))
         by_head = exact.view(batch, groups, layout.rows, rows.shape[1], layout.chunk, layout.width)

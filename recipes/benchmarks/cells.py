@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from attention_blocks import blocks
@@ -85,11 +86,16 @@ def measure(cell: Cell) -> dict[str, float]:
     }
 
 
-def in_process(cell: Cell) -> dict[str, float]:
-    """What `measure` finds in a fresh process."""
-    call = [sys.executable, __file__, json.dumps(asdict(cell))]
+def in_process(script: str, work: Any) -> dict[str, Any]:
+    """What a script prints for a dataclass of work, in a fresh process."""
+    call = [sys.executable, script, json.dumps(asdict(work))]
     child = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **KEPT})
     return json.loads(child.stdout.splitlines()[-1])
+
+
+def measure_apart(cell: Cell) -> dict[str, float]:
+    """What `measure` finds in a fresh process."""
+    return in_process(__file__, cell)
 
 
 def exponent(rows: dict[str, dict[str, float]], key: str) -> float:

@@ -45,7 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
     "causal, grouped keys, padded": {"causal": True, "groups": 4, "padded": True},
 }
 ALLOWED = {"float32": 1e-3, "bfloat16": 4e-2}  # of the largest entry; float32 matrix products may use TF32
-TOTAL = 32768  # tokens of a batch
 
 
 def answer(layer: PrimalAttention, inputs: list[Tensor], valid: Tensor | None, causal: bool) -> list[Tensor]:
@@ -88,11 +87,11 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return 1e3 * Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.3).median
 
 
-def block_row(block: nn.Module, tokens: int, device: str) -> dict[str, float]:
+def block_row(block: nn.Module, tokens: int, total: int, device: str) -> dict[str, float]:
     """Milliseconds of forward and of forward with backward, MiB at the peak of the latter."""
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     block = block.to(**like)
-    states = torch.randn(max(TOTAL // tokens, 1), tokens, 768, **like, requires_grad=True)
+    states = torch.randn(max(total // tokens, 1), tokens, 768, **like, requires_grad=True)
     with torch.no_grad():
         block.eval()
         block(states)
@@ -109,7 +108,7 @@ def block_row(block: nn.Module, tokens: int, device: str) -> dict[str, float]:
     return row
 
 
-def time_blocks(device: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
+def time_blocks(device: str, lengths: list[int], total: int) -> dict[str, dict[str, Any]]:
     """All blocks at all lengths, ours compiled too; what does not fit, or does not run, says why."""
     made = {name: make for name, make in blocks(768, 12).items() if "no projections" not in name}
     made["ours, default, compiled"] = lambda: torch.compile(blocks(768, 12)["ours, default"](), dynamic=False)
@@ -119,7 +118,7 @@ def time_blocks(device: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
             if name == "softmax eager" and tokens > 8192:
                 continue
             try:
-                rows.setdefault(name, {})[str(tokens)] = block_row(make(), tokens, device)
+                rows.setdefault(name, {})[str(tokens)] = block_row(make(), tokens, total, device)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 rows.setdefault(name, {})[str(tokens)] = {"error": str(error).splitlines()[0][:200]}
             if device == "cuda":
@@ -150,8 +149,11 @@ def decoding(device: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
 def main() -> int:
     """Check, time, write; 1 where the GPU and the CPU disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cpu with short --lengths tries the script itself")
+    parser.add_argument(
+        "--device", default="cuda", help="cpu, with few --tokens in short --lengths, tries the script itself"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--tokens", type=int, default=32768, help="of a batch (default: %(default)s)")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu.py: no CUDA device is to be seen; --device cpu tries the script itself", file=sys.stderr)
@@ -159,7 +161,7 @@ def main() -> int:
     found: dict[str, Any] = {"agreement": agreement(options.device, 300)}
     apart = {name: row for name, row in found["agreement"].items() if any(row[dtype] > ALLOWED[dtype] for dtype in row)}
     print(json.dumps(apart or {"agreement": "GPU and CPU agree"}, indent=2), flush=True)
-    found["blocks"] = time_blocks(options.device, options.lengths)
+    found["blocks"] = time_blocks(options.device, options.lengths, options.tokens)
     found["decoding"] = decoding(options.device, options.lengths[:-1] or options.lengths)
     found |= {
         "allowed": ALLOWED,

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from causal import decode_once
-from cells import KEPT, held_mib, peak_mib, seconds
+from cells import held_mib, in_process, peak_mib, seconds
 
 import hf_primal
 from hf_primal import PrimalSettings
@@ -110,11 +108,9 @@ def measure(run: Run) -> dict[str, Any]:
     return found
 
 
-def in_process(run: Run) -> dict[str, Any]:
+def measure_apart(run: Run) -> dict[str, Any]:
     """What `measure` finds in a fresh process."""
-    call = [sys.executable, __file__, json.dumps(asdict(run))]
-    child = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **KEPT})
-    return json.loads(child.stdout.splitlines()[-1])
+    return in_process(__file__, run)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 from attention_blocks import blocks  # noqa: E402
-from cells import Cell, exponent, in_process  # noqa: E402
+from cells import Cell, exponent, measure_apart  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096, 8192, 16384)
 WIDTH, HEADS = 128, 2
@@ -29,7 +29,7 @@ def main() -> None:
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for tokens in LENGTHS:
         for name in tqdm(blocks(WIDTH, HEADS), desc=f"{tokens} tokens"):
-            rows.setdefault(name, {})[str(tokens)] = in_process(Cell(name, tokens, WIDTH, HEADS))
+            rows.setdefault(name, {})[str(tokens)] = measure_apart(Cell(name, tokens, WIDTH, HEADS))
     exponents = {name: {k: exponent(row, k) for k in ("forward_s", "training_s")} for name, row in rows.items()}
     shape = {"batch": 1, "width": WIDTH, "heads": HEADS, "dtype": "float32"}
     save({"rows": rows, "exponent": exponents, "shape": shape, "seed": 0})
