@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .primal_band import banded, sliding
 from .primal_settings import PrimalSettings
 
-PART = 4096  # rows of all heads that a CPU works on at once
+PART = 16384  # rows of all heads that a CPU works on at once
 EXPONENT_LIMIT = 30.0  # landmark key features stay below exp(30), far inside float32
 
 
@@ -149,56 +149,72 @@ class PrimalAttention(nn.Module):
         worked out again in the backward pass, and nothing of it is kept.
         """
         recorded = torch.is_grad_enabled()
-        cuts = self.cuts(query, value, state, recorded)
-        if not cuts:
+        sizes = self.part_sizes(query, value, state, recorded)
+        if sizes is None:
             return self.attend_at_once(query, key, value, valid, bias, state, **options)
-        heads = len(self.We)
-        output = query.new_empty(len(query), query.shape[2], heads, value.shape[-1])
-        found, states = [], []
-        for rows, mine, groups in cuts:
-            inputs: list[Any] = [x[rows, mine if x.shape[1] == heads else groups] for x in (query, key, value)]
-            inputs += [None if valid is None else valid[rows], None if bias is None else bias[mine]]
-            attend = functools.partial(self.attend_heads, mine, **options)
-            if recorded:
-                found.append(checkpoint(attend, *inputs, None, use_reentrant=False, preserve_rng_state=False))
-                continue
-            if state is not None:
-                part = {
-                    name: x if x.ndim < 3 else x[:, mine if x.shape[1] == heads else groups]
-                    for name, x in state.items()
-                }
-                states.append(part)
-            output[rows, :, mine], _ = attend(*inputs, states[-1] if states else None)
-        if states and state is not None:
-            for name, first in states[0].items():
-                state[name] = first if first.ndim < 3 else torch.cat([part[name] for part in states], 1)
-        if not recorded:
-            return output, None
-        by_rows = sum(cut[0] == cuts[0][0] for cut in cuts)
-        outputs, scores = zip(*found, strict=True)
-        return tiled(outputs, by_rows, 2), None if scores[0] is None else tiled(scores, by_rows, 1)
+        calls = self.parts(query, key, value, valid, bias, state, *sizes)
+        attend, across = functools.partial(self.attend_heads, **options), -(-value.shape[1] // sizes[1])
+        if recorded:
+            found = [checkpoint(attend, *call, use_reentrant=False, preserve_rng_state=False) for call in calls]
+            outputs, scores = zip(*found, strict=True)
+            return tiled(outputs, across, 2), None if scores[0] is None else tiled(scores, across, 1)
+        output = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1])
+        each = sizes[1] * query.shape[1] // value.shape[1]
+        for target, call in zip(tiles(output, sizes[0], each, 2), calls, strict=True):
+            target.copy_(attend(*call)[0])
+        if state is not None:
+            after = [call[-1] for call in calls]
+            for name, first in after[0].items():
+                state[name] = first if first.ndim < 3 else torch.cat([part[name] for part in after], 1)
+        return output, None
 
-    def cuts(
+    def part_sizes(
         self, query: Tensor, value: Tensor, state: dict[str, Tensor] | None, recorded: bool
-    ) -> list[tuple[slice, slice, slice]]:
-        """Sequences, query heads and key heads of each part that is worked on at once; none where all are."""
+    ) -> tuple[int, int] | None:
+        """Sequences and key heads of each part that is worked on at once; None where all are."""
         (batch, groups), heads = value.shape[:2], len(self.We)
         of_one = query[0, 0, :, 0].numel() * (heads // groups)  # rows of one key head of one sequence
         at_once = PART // max(of_one, 1)
         whole = query.device.type != "cpu" or torch.compiler.is_compiling() or (recorded and state is not None)
         whole = whole or self.settings.readout == "scores"  # there is little between two steps
         if whole or batch * groups <= max(at_once, 1):
-            return []
-        many = slice(None)
-        if at_once >= groups and state is None:
-            return [(slice(i, i + at_once // groups), many, many) for i in range(0, batch, at_once // groups)]
-        rows = [many] if state is not None else [slice(i, i + 1) for i in range(batch)]
-        each, ratio = max(at_once // (batch if state is not None else 1), 1), heads // groups
-        return [
-            (row, slice(i * ratio, (i + each) * ratio), slice(i, i + each))
-            for row in rows
-            for i in range(0, groups, each)
-        ]
+            return None
+        if state is not None:
+            return batch, max(at_once // batch, 1)
+        return (at_once // groups, groups) if at_once >= groups else (1, max(at_once, 1))
+
+    def parts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor] | None,
+        rows: int,
+        groups: int,
+    ) -> list[tuple[Any, ...]]:
+        """Arguments of `attend_heads` for every part of so many sequences and key heads.
+
+        Tensors are split and not sliced: the gradient of a slice is a tensor of zeros as large as the whole.
+        """
+        heads = len(self.We)
+        each = groups * heads // value.shape[1]
+        mine = [slice(first, first + each) for first in range(0, heads, each)]
+        inputs = zip(tiles(query, rows, each, 1), *(tiles(x, rows, groups, 1) for x in (key, value)), strict=True)
+        masks: Any = None if valid is None else valid.split(rows)
+        biases: Any = None if bias is None else bias.split(each)
+        states: list[Any] = [None if state is None else {} for _ in mine]
+        for name, x in (state or {}).items():
+            pieces = [x] * len(mine) if x.ndim < 3 else x.split(each if x.shape[1] == heads else groups, 1)
+            for part, piece in zip(states, pieces, strict=True):
+                part[name] = piece
+        found = []
+        for place, tensors in enumerate(inputs):
+            strip, i = divmod(place, len(mine))
+            extra = (None if valid is None else masks[strip], None if bias is None else biases[i], states[i])
+            found.append((mine[i], *tensors, *extra))
+        return found
 
     def attend_heads(self, heads: slice, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`attend_at_once` of some heads, whose inputs these are; the parameters are cut when it is called."""
@@ -218,6 +234,7 @@ class PrimalAttention(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`attend` without parts."""
+        query, key, value = (x.contiguous() for x in (query, key, value))  # heads of a projection lie far apart
         context, scores = self.context_and_scores(query, key, value, valid, bias=bias, state=state, **options)
         output = self.read(context, scores)
         if valid is not None:
@@ -551,6 +568,11 @@ def by_query_head(k: Tensor, maps: Tensor) -> Tensor:
     if k.shape[1] == maps.shape[-3]:
         return k @ maps
     return (k.unsqueeze(2) @ maps.unflatten(-3, (k.shape[1], -1))).flatten(1, 2)
+
+
+def tiles(x: Tensor, by_rows: int, by_heads: int, axis: int) -> list[Tensor]:
+    """X in parts of so many sequences and, along `axis`, so many heads; the reverse of `tiled`."""
+    return [part for strip in x.split(by_rows) for part in strip.split(by_heads, axis)]
 
 
 def tiled(parts: Sequence[Tensor], by_rows: int, axis: int) -> Tensor:

@@ -6,6 +6,8 @@ overlap in memory and are not copied; what lies beyond is a sum of r v^T over wh
 field is the chunked form that linear attention has in the literature.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,7 +68,8 @@ class Windows:
 
     def windows(self, flat: Tensor) -> Tensor:
         """What `of_keys` made, by windows: (B G rows, c, L), a view."""
-        return flat.unfold(0, self.width, self.step)
+        found: Tensor = Unfold.apply(flat, self.width, self.step)
+        return found
 
     def blocks(self, flat: Tensor) -> Tensor:
         """What `of_keys` made, by chunks: (B G rows, C, c), a view; a window begins with its row's block."""
@@ -86,6 +89,30 @@ class Windows:
     def offset(self, device: torch.device) -> Tensor:
         """Query minus key position in a window, (C, L)."""
         return torch.arange(self.chunk, device=device)[:, None] + self.left - torch.arange(self.width, device=device)
+
+
+class Unfold(torch.autograd.Function):
+    """`flat.unfold(0, width, step)`, (rows, c, width), with a backward pass that adds whole blocks of `step`."""
+
+    @staticmethod
+    def forward(flat: Tensor, width: int, step: int) -> Tensor:
+        """See the class; flat (length, c)."""
+        return flat.unfold(0, width, step)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        """Keep the sizes."""
+        ctx.length, ctx.step = len(inputs[0]), inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Of (rows, c, width): every place of `flat` is in as many windows as steps fit into the width."""
+        pieces = grad.mT.split(ctx.step, 1)
+        blocks = grad.new_zeros(len(grad) + len(pieces) - 1, ctx.step, grad.shape[1])
+        for first, piece in enumerate(pieces):
+            blocks[first : first + len(grad), : piece.shape[1]] += piece
+        flat = blocks.flatten(0, 1)
+        return F.pad(flat, (0, 0, 0, ctx.length - len(flat))), None, None
 
 
 def banded(

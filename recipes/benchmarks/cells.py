@@ -21,7 +21,7 @@ from attention_blocks import blocks
 from torch import Tensor, nn
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"}  # of glibc; others ignore it
-ENOUGH = 2.0  # seconds of repeats; three at least
+ENOUGH = 1.0  # seconds of repeats; three at least
 
 
 @dataclass(frozen=True)

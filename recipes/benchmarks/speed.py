@@ -10,8 +10,8 @@ Parts, each alone with --parts:
 - models: whole models with random weights, with none, the last 4 and all layers replaced.
 
 Everything that is compared is measured in turns, each in a process of its own. Beside the times stand the operations
-and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). With --table the tables
-of README.md are printed from the results.
+and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). The tables of README.md
+are made from the results by table.py.
 """
 
 import argparse
@@ -36,20 +36,12 @@ from hf_primal import __version__
 RESULTS = Path(__file__).parent / "results" / "speed.json"
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 PARTS = ["float32", "bfloat16", "models"]
-SOFTMAX = "softmax SDPA"
 PLOTTED = {
-    SOFTMAX: "black",
+    "softmax SDPA": "black",
     "ours, default": "tab:blue",
     "ours, window 0, folded": "tab:cyan",
     "sliding window 128": "tab:gray",
     **dict(zip(PEERS, ("tab:orange", "tab:green", "tab:red"), strict=True)),
-}
-FITTED = {  # rows of fidelity.json that are these blocks, in closed form
-    "ours, default": "last4, window 16",
-    "ours, folded": "last4, window 16",
-    "ours, window 0": "last4, window 0",
-    "ours, window 0, folded": "last4, window 0",
-    "ours, preset paper": "last4, preset paper",
 }
 TOO_LARGE = ("softmax eager", 16384)  # its N x N tensors take more than 24 GiB in training
 
@@ -106,46 +98,12 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def times(rows: dict[str, dict[str, Any]], name: str, tokens: int, key: str = "forward_s") -> float:
-    """How many times as fast as SDPA."""
-    return rows[SOFTMAX][str(tokens)][key] / rows[name][str(tokens)][key]
-
-
-def table(found: dict[str, Any], fidelity: dict[str, Any]) -> str:
-    """The blocks' table of README.md."""
-    rows, columns = found["float32"], (512, 2048, 8192)
-    lines = [
-        "| | "
-        + " | ".join(f"{n:,}" for n in columns)
-        + " | training, 4,096 | memory in it | exponent | cosine / long |",
-        "|---" * (len(columns) + 5) + "|",
-    ]
-    for name, row in rows.items():
-        cells = [f"{times(rows, name, n):.2f}x" for n in columns]
-        cells.append(f"{times(rows, name, 4096, 'training_s'):.1f}x")
-        cells += [f"{row['4096']['peak_mib']:,.0f} MiB", f"{found['exponent']['float32'][name]['forward_s']:.2f}"]
-        kept = fidelity.get(name)
-        cells.append(f"{kept['cosine']:.3f} / {kept['long_cosine']:.3f}" if kept else "")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def fidelity() -> dict[str, dict[str, float]]:
-    """How much of MiniLM is left with such blocks in its last four layers, nothing trained, from fidelity.json."""
-    found = json.loads((RESULTS.parent / "fidelity.json").read_text())
-    return found["peers"] | {name: found["rows"][row]["svd, 0 steps"] for name, row in FITTED.items()}
-
-
 def main() -> None:
     """Measure the parts, draw, and write after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--table", action="store_true", help="print the tables of README.md and measure nothing")
     options = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if options.table:
-        print(table(found, fidelity()))
-        return
     found |= {
         "shape": {"batch": 1, "width": WIDTH, "heads": HEADS},
         "seed": 0,
@@ -172,3 +130,7 @@ def main() -> None:
         found["floor"] = against_floor(found["float32"])
         RESULTS.write_text(json.dumps(found, indent=2) + "\n")
         draw(found["float32"], RESULTS.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
