@@ -368,10 +368,18 @@ def test_the_whole_job_of_the_readme_is_the_result_file():
 
 
 def test_the_table_of_the_papers_experiments_is_the_result_files():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "recipes/paper/table.py")
+    assert load_script("recipes/paper/table.py").table() in (ROOT / "recipes/paper/README.md").read_text()
+
+
+def test_the_speed_table_of_the_readme_is_the_result_file():
+    assert load_script("recipes/benchmarks/table.py").blocks_table() in README
+
+
+def load_script(path):
+    spec = importlib.util.spec_from_file_location("script", ROOT / path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.table() in (ROOT / "recipes/paper/README.md").read_text()
+    return script
 
 
 def table_rows():

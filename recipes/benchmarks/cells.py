@@ -21,7 +21,7 @@ from attention_blocks import blocks
 from torch import Tensor, nn
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"}  # of glibc; others ignore it
-ENOUGH = 1.0  # seconds of repeats; three at least
+ENOUGH = 1.0  # seconds of repeats
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def training_pass(block: nn.Module, states: Tensor) -> None:
     (loss + sum(J.square() for J in last)).backward()
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Median seconds of a call, the first one left out."""
+def seconds(call: Callable[[], object], least: int = 3) -> float:
+    """Median seconds of a call, the first one left out, repeated `least` times or more."""
     taken: list[float] = []
-    while len(taken) <= 3 or sum(taken) < ENOUGH:
+    while len(taken) <= least or sum(taken) < ENOUGH:
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)

@@ -10,8 +10,8 @@ Parts, each alone with --parts:
 - models: whole models with random weights, with none, the last 4 and all layers replaced.
 
 Everything that is compared is measured in turns, each in a process of its own. Beside the times stand the operations
-and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). The tables of README.md
-are made from the results by table.py.
+and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). The table of README.md is
+made from the results by table.py.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import json
 import platform
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ PLOTTED = {
 TOO_LARGE = ("softmax eager", 16384)  # its N x N tensors take more than 24 GiB in training
 
 
-def layer(dtype: str) -> dict[str, dict[str, Any]]:
-    """All blocks at all lengths: name to tokens to what was measured."""
+def layer(dtype: str, lengths: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """All blocks at some lengths: name to tokens to what was measured."""
     names = [name for name in blocks(WIDTH, HEADS) if "no projections" not in name]
-    cells = [Cell(name, tokens, WIDTH, HEADS, dtype) for tokens in LENGTHS for name in names]
+    cells = [Cell(name, tokens, WIDTH, HEADS, dtype) for tokens in lengths for name in names]
     rows: dict[str, dict[str, Any]] = {}
     for cell in tqdm([cell for cell in cells if (cell.name, cell.tokens) != TOO_LARGE], desc=dtype):
         try:
@@ -61,9 +62,9 @@ def layer(dtype: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def models() -> dict[str, dict[str, dict[str, Any]]]:
-    """All models: model to tokens to which layers are replaced to what was measured."""
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
+def models(found: dict[str, Any], again: bool) -> None:
+    """All models that `found` does not have yet, or all of them again; on file after each, as they take long."""
+    rows = found.setdefault("models", {})
     runs = [
         whole_models.Run(model, replaced, tokens)
         for model, (_, _, lengths) in whole_models.SHAPES.items()
@@ -72,9 +73,10 @@ def models() -> dict[str, dict[str, dict[str, Any]]]:
         if "folded" not in replaced or model in whole_models.FOLDABLE
     ]
     for run in tqdm(runs, desc="models"):
-        found = whole_models.measure_apart(run)
-        rows.setdefault(run.model, {}).setdefault(str(run.tokens), {})[run.replaced] = found
-    return rows
+        row = rows.setdefault(run.model, {}).setdefault(str(run.tokens), {})
+        if again or run.replaced not in row:
+            row[run.replaced] = better(row.get(run.replaced, {}), whole_models.measure_apart(run))
+            RESULTS.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
@@ -98,10 +100,29 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def better(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Of two runs, the lower median of each time (the higher of each rate); all else as in the second that has it."""
+    merged = old | new
+    for name, value in new.items():
+        if isinstance(value, dict):
+            merged[name] = better(old.get(name, {}), value)
+        elif name in old and name.endswith("_s"):
+            merged[name] = min(old[name], value)
+        elif name in old and name.endswith("per_second"):
+            merged[name] = max(old[name], value)
+    return merged
+
+
 def main() -> None:
     """Measure the parts, draw, and write after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=LENGTHS, help="of the blocks")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="keep the better of each time on file and its new one: what else a shared machine does only adds to it",
+    )
     options = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     found |= {
@@ -118,7 +139,12 @@ def main() -> None:
         },
     }
     for part in options.parts:
-        found[part] = models() if part == "models" else layer(part)
+        if part == "models":
+            models(found, options.again)
+        else:
+            found[part] = better(found.get(part, {}) if options.again else {}, layer(part, options.lengths))
+        if options.again:
+            found.setdefault("again", []).append({"part": part, "lengths": list(options.lengths)})
         if part != "models":
             exponents = {
                 name: {key: exponent(row, key) for key in ("forward_s", "training_s")}

@@ -1,4 +1,4 @@
-"""The tables of speed in README.md, from results/speed.json and results/fidelity.json.
+"""The table of speed in README.md, from results/speed.json and results/fidelity.json.
 
 python recipes/benchmarks/table.py
 """
@@ -34,14 +34,8 @@ def blocks_table() -> str:
     def times(name: str, tokens: str, key: str) -> str:
         return f"{blocks[SOFTMAX][tokens][key] / blocks[name][tokens][key]:.2f}x"
 
-    head = [
-        "",
-        *(f"{int(n):,} tokens" for n in LENGTHS),
-        "training, 4,096",
-        "memory in it",
-        "exponent",
-        "cosine / long",
-    ]
+    head = ["", *(f"{int(n):,} tokens" for n in LENGTHS)]
+    head += ["training, 4,096", "memory in it", "exponent", "cosine / long"]
     rows = []
     for name, row in blocks.items():
         fidelity = f"{kept[name]['cosine']:.3f} / {kept[name]['long_cosine']:.3f}" if name in kept else ""
@@ -51,24 +45,5 @@ def blocks_table() -> str:
     return grid(head, rows)
 
 
-def models_table() -> str:
-    """Whole models: tokens a second as they are and how many times that with layers replaced; training; memory."""
-    models = json.loads((RESULTS / "speed.json").read_text())["models"]
-    rows = []
-    for model, lengths in models.items():
-        for tokens, runs in lengths.items():
-            none = runs["none"]
-            cells = [f"{none['tokens_per_second']:,}"]
-            for replaced in ("last4", "all", "all, folded, window 0"):
-                run = runs.get(replaced)
-                cells.append(f"{run['tokens_per_second'] / none['tokens_per_second']:.2f}x" if run else "")
-            trained = "training_step_s" in none
-            cells.append(f"{none['training_step_s'] / runs['all']['training_step_s']:.2f}x" if trained else "")
-            cells.append(f"{none['peak_mib']:,.0f} / {runs['all']['peak_mib']:,.0f} MiB")
-            rows.append([f"{model}, {int(tokens):,} tokens", *cells])
-    head = ["", "tokens/s", "last4", "all", "all, window 0, folded", "training, all", "memory: none / all"]
-    return grid(head, rows)
-
-
 if __name__ == "__main__":
-    print(blocks_table(), models_table(), sep="\n\n")
+    print(blocks_table())
