@@ -10,8 +10,8 @@ Parts, each alone with --parts:
 - models: whole models with random weights, with none, the last 4 and all layers replaced.
 
 Everything that is compared is measured in turns, each in a process of its own. Beside the times stand the operations
-and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). The table of README.md is
-made from the results by table.py.
+and bytes that a block cannot do without, and the part of that floor that is reached (floor.py). table.py makes the
+table of README.md from the results.
 """
 
 import argparse
