@@ -94,8 +94,8 @@ class PrimalState:
             for name, tensor in self.state.items():
                 tensor.copy_(state.get(name, torch.zeros_like(tensor)))
 
-    def activate_past_recording(self) -> None:
-        """Remember the calls until the next `crop`."""
+    def activate_past_recording(self, **kwargs: Any) -> None:
+        """Remember the calls until the next `crop`; any token of theirs can be gone back to, whatever 5.25 asks for."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
